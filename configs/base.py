@@ -1,0 +1,122 @@
+"""Every key of a run, its unit and its default. Recipes start from `get_config()` and change what they need.
+
+    rlx train --config=configs/base.py --config.model.path=models/my-model
+"""
+
+from ml_collections import ConfigDict
+
+
+def source(**changes) -> ConfigDict:
+    """One entry of `tasks.sources`."""
+    entry = ConfigDict()
+    entry.dataset = ""  # a reasoning-gym dataset name, or
+    entry.path = ""  # a JSONL file of {"question", "answer", "grader"?}
+    entry.options = ConfigDict()  # reasoning-gym's own keys of this dataset, such as max_terms
+    entry.size = 2000  # tasks generated; a JSONL file is used whole (0 = whole)
+    entry.weight = 1.0  # share of the mix, relative to the other sources
+    entry.grader = ""  # "" = the dataset's own; else a name from rlx/envs/graders.py
+    entry.update(changes)
+    return entry
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+
+    c.run = ConfigDict()
+    c.run.name = "run"  # the run's directory is <directory>/<name>
+    c.run.directory = "runs"
+    c.run.seed = 0  # of everything that is drawn
+    c.run.resume = "auto"  # auto: continue where a checkpoint exists | never: refuse a used directory | must
+    c.run.compilation_cache = ".cache/jax"  # directory of XLA's persistent cache, "" = none
+
+    c.model = ConfigDict()
+    c.model.path = ""  # a Hugging Face directory: config.json, safetensors, tokenizer
+    c.model.dtype = "float32"  # float32 | bfloat16: weights in memory and matrix products
+    c.model.remat = "layer"  # none | layer: recompute activations in the backward pass
+
+    c.lora = ConfigDict()
+    c.lora.rank = 16  # 0 = train every parameter
+    c.lora.alpha = 32.0  # the update is scaled by alpha / rank
+    c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    c.tasks = ConfigDict()
+    c.tasks.sources = ConfigDict()  # name -> source(...)
+    c.tasks.seed = 0  # of generation, the split and the shuffle
+    c.tasks.held_out = 200  # tasks kept for evaluation, never trained on
+    c.tasks.system_prompt = ""  # "" = none
+    c.tasks.suffix = ""  # appended to every question
+
+    c.grader = ConfigDict()
+    c.grader.workers = 2  # processes
+    c.grader.timeout_s = 10.0  # seconds a grading may take before its worker is killed
+    c.grader.extract = "last_number"  # last_number | tagged (<answer>...</answer>) | all (the whole response)
+
+    c.rollout = ConfigDict()
+    c.rollout.tasks_per_update = 8  # groups collected for an update
+    c.rollout.group_size = 8  # samples of one task
+    c.rollout.max_new_tokens = 64  # tokens
+    c.rollout.temperature = 1.0
+    c.rollout.top_p = 1.0  # 1 = off
+    c.rollout.top_k = 0  # 0 = off
+    c.rollout.min_p = 0.0  # 0 = off
+    c.rollout.head_size = 128  # K likeliest tokens stored with every sampled token, 0 = none
+    c.rollout.truncated = "score"  # score | mask | zero_reward: responses cut by max_new_tokens
+    c.rollout.filter_no_signal = True  # do not train on groups whose rewards are all equal
+    c.rollout.no_signal_limit = 20  # collections in a row without any signal that stop the run
+
+    c.engine = ConfigDict()
+    c.engine.kind = "local"  # local: the embedded engine
+    c.engine.slots = 64  # responses decoded at once
+    c.engine.context = 256  # tokens, prompt and response
+    c.engine.prefill_buckets = (32, 64, 128, 256)  # prompt lengths, tokens, that prefill is compiled for
+    c.engine.prefill_rows = 8  # prompts prefilled at once
+    c.engine.steps_per_dispatch = 8  # tokens decoded between two looks of the host
+
+    c.learner = ConfigDict()
+    c.learner.updates = 100
+    c.learner.learning_rate = 1e-4
+    c.learner.schedule = "constant"  # constant | linear | cosine, after the warm-up
+    c.learner.warmup_updates = 0
+    c.learner.final_learning_rate_fraction = 0.0  # of learning_rate, where linear and cosine end
+    c.learner.b1 = 0.9  # Adam
+    c.learner.b2 = 0.999
+    c.learner.eps = 1e-8
+    c.learner.weight_decay = 0.0  # decoupled (AdamW)
+    c.learner.max_grad_norm = 1.0  # global norm, 0 = no clipping
+    c.learner.row_tokens = 256  # tokens of a packed row; no sample may be longer
+    c.learner.micro_batch_rows = 4  # rows whose activations are held at once
+    c.learner.nonfinite_limit = 3  # skipped updates in a row that stop the run
+    c.learner.logprob_implementation = "auto"  # auto | reference | xla
+
+    c.objective = ConfigDict()
+    c.objective.advantage = "group_mean"
+    c.objective.loss = "tis"
+    c.objective.aggregation = "token_mean"
+    c.objective.centering = "tis"
+    c.objective.tis_cap = 2.0  # C of min(p/q, C)
+    c.objective.entropy_coefficient = 0.0
+
+    c.sft = ConfigDict()
+    c.sft.steps = 0  # optimizer steps before RL, 0 = none
+    c.sft.path = ""  # JSONL of {"question", "response"}
+    c.sft.learning_rate = 1e-4
+    c.sft.batch_size = 32  # examples
+
+    c.eval = ConfigDict()
+    c.eval.every = 0  # updates between evaluations, 0 = only before and after
+    c.eval.attempts_per_task = 2
+    c.eval.temperature = 1.0
+    c.eval.k = (1, 2)  # pass@k
+    c.eval.confidence = 0.95  # of the Wilson interval
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 25  # updates
+    c.checkpoint.keep = 2  # newest checkpoints kept
+
+    c.metrics = ConfigDict()
+    c.metrics.tensorboard = True
+    c.metrics.histograms_every = 5  # updates
+    c.metrics.samples_every = 5  # updates
+    c.metrics.samples_shown = 4
+    c.metrics.skip_updates = 3  # updates left out of every rate: they hold compilation
+    return c

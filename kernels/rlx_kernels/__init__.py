@@ -1,0 +1,1 @@
+"""Kernels for the hot paths of rlx. Imports jax and nothing of rlx."""

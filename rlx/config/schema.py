@@ -1,0 +1,160 @@
+"""Every setting of a run as frozen dataclasses: the form in which the code reads them.
+
+Defaults live in `configs/base.py`, the only place that has them, with units; a dataclass here says names, types and
+meaning. `rlx.config.parse` turns an ml_collections ConfigDict into these, `rlx.config.checks` refuses contradictions.
+Nothing here imports jax or ml_collections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from rlx.config.objective import ObjectiveConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    name: str
+    directory: str
+    seed: int
+    resume: Literal["auto", "never", "must"]
+    compilation_cache: str  # a directory, "" = none
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    path: str  # a Hugging Face directory
+    dtype: Literal["float32", "bfloat16"]  # of the weights in memory and of the matrix products
+    remat: Literal["none", "layer"]  # activation recomputation in the update
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """LoRA (arXiv 2106.09685): W + (alpha / rank) B A. rank 0 trains every parameter instead."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # names of linear layers, as in the checkpoint: q_proj ... down_proj
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSourceConfig:
+    """Where tasks of one kind come from. One of `dataset` (a reasoning-gym name) and `path` (JSONL) is set."""
+
+    dataset: str
+    path: str
+    options: dict[str, Any]  # reasoning-gym's own keys for this dataset
+    size: int
+    weight: float
+    grader: str  # "" = the dataset's own
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksConfig:
+    sources: dict[str, TaskSourceConfig]
+    seed: int
+    held_out: int  # tasks kept for evaluation, over all sources in proportion to their weights
+    system_prompt: str
+    suffix: str  # appended to every question
+
+
+@dataclasses.dataclass(frozen=True)
+class GraderConfig:
+    workers: int
+    timeout_s: float
+    extract: Literal["last_number", "tagged", "all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    tasks_per_update: int
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    head_size: int  # K of the sampler's top-K head, 0 = none
+    truncated: Literal["score", "mask", "zero_reward"]
+    filter_no_signal: bool
+    no_signal_limit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    kind: Literal["local"]
+    slots: int
+    context: int
+    prefill_buckets: tuple[int, ...]
+    prefill_rows: int
+    steps_per_dispatch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    updates: int
+    learning_rate: float
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_updates: int
+    final_learning_rate_fraction: float
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    row_tokens: int
+    micro_batch_rows: int
+    nonfinite_limit: int
+    logprob_implementation: Literal["auto", "reference", "xla"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SftConfig:
+    """Supervised cold start. steps 0 = none."""
+
+    steps: int
+    path: str  # JSONL of {"question", "response"}
+    learning_rate: float
+    batch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    every: int
+    attempts_per_task: int
+    temperature: float
+    k: tuple[int, ...]
+    confidence: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int
+    keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    tensorboard: bool
+    histograms_every: int
+    samples_every: int
+    samples_shown: int
+    skip_updates: int  # the first updates hold compilation: left out of every rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    run: RunConfig
+    model: ModelConfig
+    lora: LoraConfig
+    tasks: TasksConfig
+    grader: GraderConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    learner: LearnerConfig
+    objective: ObjectiveConfig
+    sft: SftConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig

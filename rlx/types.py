@@ -1,0 +1,95 @@
+"""Host records that travel between tasks, engines, graders and the learner. numpy only; nothing here imports jax.
+
+One convention for every per-token array: a token's statistics are stored at the token's *own* index. `logprobs[t]` is
+log p(tokens[t] | tokens[:t]); at tokens the policy did not write (the prompt, tool output) `mask` is False and the
+log-prob is 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+class StopReason(enum.StrEnum):
+    """Why a response ended. Each has a metric of its own."""
+
+    STOP = "stop"  # a stop token was sampled
+    LENGTH = "length"  # max_new_tokens or the engine's context was reached
+    ABORT = "abort"  # cancelled by the caller
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem. `id` is stable across runs: "<source>/<index>"."""
+
+    id: str
+    source: str  # the key under `tasks.sources`
+    question: str
+    answer: str | None  # the gold answer where there is one string of it
+    grader: str  # a name known to `rlx.envs.graders`
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the grader needs, JSON-serialisable
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, end) of a sample were written by policy `version` (optimizer updates so far)."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TopK:
+    """The sampler's K likeliest tokens at each of W written tokens, under the sampling distribution."""
+
+    ids: np.ndarray  # int32 [W, K], distinct in a row
+    logprobs: np.ndarray  # float32 [W, K], descending
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """One graded attempt at a task: prompt and response as one sequence of N token ids."""
+
+    task: Task
+    group: int  # samples of one group share it; unique in a run
+    index: int  # position in the group
+    tokens: np.ndarray  # int32 [N]
+    mask: np.ndarray  # bool [N]: the policy wrote this token
+    logprobs: np.ndarray  # float32 [N], under the distribution that sampled it
+    head: TopK | None  # W = mask.sum() rows
+    version_spans: tuple[VersionSpan, ...]  # over token indices; cover exactly the written tokens
+    stop_reason: StopReason
+    text: str  # the response, decoded for people and graders
+    reward: float
+    grade: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the grader said beside the reward
+
+    @property
+    def num_written(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        return min((s.version for s in self.version_spans), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The G samples of one task instance: what a group-relative advantage is computed over."""
+
+    task: Task
+    samples: tuple[Sample, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        return np.array([s.reward for s in self.samples], np.float32)
+
+    @property
+    def has_signal(self) -> bool:
+        """False where all rewards are equal: the group's advantages are all zero."""
+        return bool(np.ptp(self.rewards) > 0) if self.samples else False

@@ -84,17 +84,53 @@ def get_config() -> ConfigDict:
     c.learner.weight_decay = 0.0  # decoupled (AdamW)
     c.learner.max_grad_norm = 1.0  # global norm, 0 = no clipping
     c.learner.row_tokens = 256  # tokens of a packed row; no sample may be longer
+    c.learner.row_targets = 0  # tokens of a row that the loss is on, 0 = row_tokens; the output head runs on these
     c.learner.micro_batch_rows = 4  # rows whose activations are held at once
     c.learner.nonfinite_limit = 3  # skipped updates in a row that stop the run
     c.learner.logprob_implementation = "auto"  # auto | reference | xla
 
     c.objective = ConfigDict()
-    c.objective.advantage = "group_mean"
-    c.objective.loss = "tis"
-    c.objective.aggregation = "token_mean"
-    c.objective.centering = "tis"
-    c.objective.tis_cap = 2.0  # C of min(p/q, C)
-    c.objective.entropy_coefficient = 0.0
+    c.objective.advantage = "group_mean"  # group_mean | group_std | leave_one_out | batch_whitened | mean_normalised
+    #                                       | none (the raw reward) | gae (per token, critic = the group's mean reward)
+    c.objective.advantage_ddof = 1  # of group_std's and batch_whitened's deviation: 0 | 1
+    c.objective.advantage_eps = 1e-6  # added to that deviation, reward
+    c.objective.discount = 1.0  # gae: gamma, per token
+    c.objective.gae_lambda = 0.95  # gae: lambda, per token
+    c.objective.loss = "tis"  # reinforce | tis | icepop | ppo_clip | ppo_dual_clip | ppo_clip_tis | cispo | gspo
+    #                          | dppo_tv; formulas in docs/algorithms.md
+    c.objective.importance_level = "token"  # token | geometric | sum: tis and icepop by token or whole sequence
+    c.objective.tis_cap = 2.0  # tis, ppo_clip_tis: C of min(ratio, C)
+    c.objective.mask_low = 0.5  # icepop: tokens whose p/q is below carry no gradient
+    c.objective.mask_high = 5.0  # icepop: the same above
+    c.objective.clip_low = 0.2  # ppo_*, gspo: the ratio is clipped at 1 - clip_low
+    c.objective.clip_high = 0.28  # ppo_*, gspo: and at 1 + clip_high; gspo's published bounds are 3e-4 and 4e-4
+    c.objective.dual_clip = 3.0  # ppo_dual_clip: the ratio's cap where the advantage is negative
+    c.objective.cispo_low = 0.0  # cispo: the weight's absolute lower bound
+    c.objective.cispo_high = 5.0  # cispo: its absolute upper bound
+    c.objective.tv_delta = 0.2  # dppo_tv: largest |p - q| of a token that is still pushed further
+    c.objective.sequence_mask = "off"  # off | geometric | sum: drop whole sequences by this p/q ratio
+    c.objective.sequence_mask_low = 0.5  # kept from this ratio
+    c.objective.sequence_mask_high = 2.0  # to this
+    c.objective.use_rollout_logprobs = False  # True: `old` of ppo_*, cispo and gspo is the sampler
+    c.objective.centering = "tis"  # off | none | tis | mis: score centering, with the weight of reinforce, tis, icepop
+    c.objective.aggregation = "token_mean"  # | sequence_mean_token_mean | sequence_mean_token_sum
+    #                                         | sequence_mean_token_sum_norm
+    c.objective.constant_length = 1024.0  # sequence_mean_token_sum_norm: tokens a sequence's sum is divided by
+    c.objective.entropy_coefficient = 0.0  # of the entropy bonus, per nat
+    c.objective.kl_coefficient = 0.0  # of the KL to the reference, per nat; 0 = none
+    c.objective.kl_estimator = "k3"  # k1 | k2 | k3
+    c.objective.kl_placement = "loss"  # loss | reward
+
+    c.objective.distill = ConfigDict()
+    c.objective.distill.form = "off"  # off | sampled | top_k | full: over which tokens the utility is summed
+    c.objective.distill.signal = "proxy"  # teacher (OPD) | proxy (Proxy OPD)
+    c.objective.distill.alpha = 1.0  # of the signal
+    c.objective.distill.lam = 1.5  # of the absorbed update; 1.08 (4B to 8B) and 1.57 (1.7B to 8B) are published
+    c.objective.distill.calibration = "constant"  # constant | entropy | overlap: lam / max(x, floor), x in [0, 1]
+    c.objective.distill.calibration_floor = 0.2  # of x
+    c.objective.distill.filter = "all"  # all | rewarded (OPD-FT) | agreeing (OPD-URM)
+    c.objective.distill.combine = "weights"  # weights | vote: several signals into one
+    c.objective.distill.weights = (1.0,)  # one a signal; a signal is one teacher or one pair of proxies
 
     c.sft = ConfigDict()
     c.sft.steps = 0  # optimizer steps before RL, 0 = none

@@ -104,6 +104,7 @@ class LearnerConfig:
     weight_decay: float
     max_grad_norm: float
     row_tokens: int
+    row_targets: int
     micro_batch_rows: int
     nonfinite_limit: int
     logprob_implementation: Literal["auto", "reference", "xla"]

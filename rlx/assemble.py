@@ -1,0 +1,125 @@
+"""From a configuration to the parts of a run: model, tokenizer, engine, compiled shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from rlx.config.schema import Config
+from rlx.data.packing import PackedBatch, PackingConfig, capacity_for
+from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
+from rlx.learner.step import Batch, StepConfig
+from rlx.models import hf
+from rlx.models.lora import adapter_scale, merge
+from rlx.models.spec import Architecture, Params
+from rlx.rollout.collect import Sampling
+from rlx.rollout.local import LocalEngine
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A checkpoint in memory, with its tokenizer. `params` are frozen where LoRA is trained."""
+
+    arch: Architecture
+    params: Params
+    tokenizer: ChatTokenizer
+
+
+def load_model(config: Config) -> Model:
+    arch = hf.read_architecture(config.model.path)
+    params = jax.tree.map(jnp.asarray, hf.load_params(config.model.path, arch, config.model.dtype))
+    return Model(arch, params, load_chat_tokenizer(config.model.path, config.tasks.system_prompt, config.tasks.suffix))
+
+
+@partial(jax.jit, static_argnums=2)
+def _merged(params: Params, adapter: Params, scale: float) -> Params:
+    return merge(params, adapter, scale)["layers"]
+
+
+def policy_params(config: Config, model: Model, trainable: Params) -> Params:
+    """The parameters that an engine serves: the adapter merged in, in the model's dtype."""
+    if config.lora.rank:
+        touched = {name: model.params["layers"][name] for name in trainable}
+        layers = _merged({"layers": touched}, trainable, adapter_scale(config.lora))
+        return {**model.params, "layers": {**model.params["layers"], **layers}}
+    return jax.tree.map(lambda x: jnp.asarray(x, config.model.dtype, copy=True), trainable)
+
+
+def head_size(config: Config) -> int:
+    """K of the sampler's top-K head, 0 where the objective has no use for it."""
+    return config.rollout.head_size if config.objective.needs_head else 0
+
+
+def make_engine(config: Config, model: Model, params: Params, version: int) -> LocalEngine:
+    return LocalEngine(
+        model.arch,
+        config.engine,
+        params,
+        version=version,
+        max_new_tokens=config.rollout.max_new_tokens,
+        head_size=head_size(config),
+        stop_ids=tuple(model.tokenizer.stop_token_ids),
+    )
+
+
+def sampling(config: Config) -> Sampling:
+    """Of training. Evaluation draws from another stream of seeds."""
+    return Sampling(
+        group_size=config.rollout.group_size,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        zero_reward_truncated=config.rollout.truncated == "zero_reward",
+        seed=2 * config.run.seed,
+    )
+
+
+def eval_sampling(config: Config) -> Sampling:
+    return dataclasses.replace(
+        sampling(config),
+        group_size=config.eval.attempts_per_task,
+        temperature=config.eval.temperature,
+        zero_reward_truncated=False,
+        seed=2 * config.run.seed + 1,
+    )
+
+
+def step_config(config: Config, arch: Architecture, num_sequences: int) -> StepConfig:
+    implementation = config.learner.logprob_implementation
+    return StepConfig(
+        arch=arch,
+        objective=config.objective,
+        adapter_scale=adapter_scale(config.lora) if config.lora.rank else None,
+        temperature=config.rollout.temperature,
+        remat=config.model.remat == "layer",
+        dtype=config.model.dtype,
+        logprob_implementation=None if implementation == "auto" else implementation,
+        num_sequences=num_sequences,
+    )
+
+
+def packing_config(config: Config, num_sequences: int, head: int) -> PackingConfig:
+    learner = config.learner
+    row_targets = learner.row_targets or learner.row_tokens
+    return PackingConfig(
+        row_tokens=learner.row_tokens,
+        row_targets=row_targets,
+        rows=learner.micro_batch_rows,
+        capacity=capacity_for(
+            num_sequences,
+            config.engine.context,
+            config.rollout.max_new_tokens,
+            learner.row_tokens,
+            row_targets,
+            learner.micro_batch_rows,
+        ),
+        head_size=head,
+    )
+
+
+def device_batch(packed: PackedBatch) -> Batch:
+    """The packed batch on the device."""
+    arrays = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
+    return Batch(**{name: None if x is None else jnp.asarray(x) for name, x in arrays.items()})

@@ -1,0 +1,113 @@
+"""Checkpoints of a run: the learner's state and the host's state (a JSON value) under one step, saved asynchronously.
+
+Everything orbax names is in this file. A step is visible only when it is complete, so a kill during a save leaves the
+one before it as the newest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from rlx.learner.state import LearnerState
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing or does not fit the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    step: int
+    state: LearnerState
+    host: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints in one directory; the newest `keep` are kept."""
+
+    def __init__(self, directory: Path, keep: int):
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._checkpointer = ocp.training.Checkpointer(
+            os.path.abspath(directory),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+        self._pending: Any = None
+        self.save_seconds = 0.0  # of the last save, as far as the trainer waited for it
+
+    @property
+    def latest_step(self) -> int | None:
+        latest = self._checkpointer.latest
+        return None if latest is None else latest.step
+
+    def save(self, step: int, state: LearnerState, host: dict[str, Any]) -> None:
+        """Start saving; returns when the state has been copied. Waits for the save before it, and raises its error.
+
+        A step that is there already is left as it is: the state of a step does not depend on when it is saved.
+        """
+        start = time.perf_counter()
+        self.wait()
+        if step == self.latest_step:
+            return
+        # The next update overwrites the state's own buffers while orbax is still writing.
+        copy = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        # The host's state goes as one JSON text: it is a value, not a tree of arrays to be sharded.
+        text = json.dumps({"host": host, "arrays": _describe(state)}).encode()
+        parts = {"state": copy, "host": {"json": np.frombuffer(text, np.uint8)}}
+        self._pending = self._checkpointer.save_checkpointables_async(step, parts)
+        self.save_seconds = time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until the running save is complete. Raises what it failed with."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def restore(self, abstract: LearnerState, step: int | None = None) -> Restored:
+        """The newest (or given) checkpoint, in the shapes, dtypes and sharding of `abstract`.
+
+        Raises CheckpointError where there is none, or where its arrays have other names or shapes.
+        """
+        step = self.latest_step if step is None else step
+        if step is None:
+            raise CheckpointError(f"no checkpoint in {self.directory}")
+        text = self._checkpointer.load_checkpointables(step, {"host": None})["host"]["json"]
+        saved = json.loads(np.asarray(text).tobytes())
+        _check_arrays(saved["arrays"], _describe(abstract), f"checkpoint {step} in {self.directory}")
+        loaded = self._checkpointer.load_checkpointables(step, {"state": abstract})
+        return Restored(step, loaded["state"], saved["host"])
+
+    def close(self) -> None:
+        self.wait()
+        self._checkpointer.close()
+
+
+def _describe(state: LearnerState) -> dict[str, str]:
+    """Path of each array -> its dtype and shape."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _check_arrays(saved: dict[str, str], wanted: dict[str, str], what: str) -> None:
+    different = [
+        f"{path}: saved {saved.get(path, 'nothing')}, this run has {wanted.get(path, 'nothing')}"
+        for path in sorted(saved.keys() | wanted.keys())
+        if saved.get(path) != wanted.get(path)
+    ]
+    if different:
+        shown = "\n  ".join(different[:5])
+        raise CheckpointError(
+            f"{what} does not fit this run ({len(different)} of {len(saved)} arrays differ):\n  {shown}\n"
+            "Were the model, lora.rank, lora.targets or the optimizer changed? Start a run under another run.name."
+        )

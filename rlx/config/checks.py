@@ -1,0 +1,273 @@
+"""What a configuration must not say: values out of range, and keys that contradict each other or the machine's disk.
+
+Types and choices are `rlx.config.parse`'s. Every section has one function from the configuration to its problem lines;
+the objective's rules have a file of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.objective_checks import refusals
+from rlx.config.schema import Config, TaskSourceConfig
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FULL_SUPPORT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+AT_LEAST_ONE = (
+    "grader.workers",
+    "rollout.tasks_per_update",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "rollout.no_signal_limit",
+    "engine.slots",
+    "engine.context",
+    "engine.prefill_rows",
+    "engine.steps_per_dispatch",
+    "learner.updates",
+    "learner.row_tokens",
+    "learner.micro_batch_rows",
+    "learner.nonfinite_limit",
+    "sft.batch_size",
+    "eval.attempts_per_task",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "metrics.histograms_every",
+    "metrics.samples_every",
+)
+NOT_NEGATIVE = (
+    "run.seed",
+    "lora.rank",
+    "tasks.seed",
+    "tasks.held_out",
+    "rollout.head_size",
+    "learner.row_targets",
+    "learner.warmup_updates",
+    "learner.weight_decay",
+    "learner.max_grad_norm",
+    "sft.steps",
+    "eval.every",
+    "eval.temperature",
+    "metrics.samples_shown",
+    "metrics.skip_updates",
+)
+POSITIVE = (
+    "lora.alpha",
+    "grader.timeout_s",
+    "learner.learning_rate",
+    "learner.eps",
+    "sft.learning_rate",
+)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError with every problem of `config`: a line each, that names the key, its value and the way out."""
+    ranges = (_finite, _ranges, _fractions)
+    sections = (_run, _model, _lora, _tasks, _rollout, _engine, _lengths, _learner, _objective, _sft, _eval)
+    problems = [problem for section in (*ranges, *sections) for problem in section(config)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _said(key: str, value: Any, demand: str) -> str:
+    return f"config.{key} = {value!r}: {demand}"
+
+
+def _finite(config: Config) -> list[str]:
+    numbers = ((key, value) for key, value in _leaves(dataclasses.asdict(config), "") if isinstance(value, float))
+    return [_said(key, value, "must be a finite number") for key, value in numbers if not math.isfinite(value)]
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _ranges(config: Config) -> list[str]:
+    rules = (
+        (AT_LEAST_ONE, "must be at least 1", lambda v: v >= 1),
+        (NOT_NEGATIVE, "must be 0 or more", lambda v: v >= 0),
+        (POSITIVE, "must be above 0", lambda v: v > 0),
+    )
+    values = [(key, attrgetter(key)(config), demand, holds) for keys, demand, holds in rules for key in keys]
+    return [_said(key, value, demand) for key, value, demand, holds in values if not holds(value)]
+
+
+def _fractions(config: Config) -> list[str]:
+    learner = config.learner
+    rules = (
+        ("learner.b1", learner.b1, 0 <= learner.b1 < 1, "must be in [0, 1)"),
+        ("learner.b2", learner.b2, 0 <= learner.b2 < 1, "must be in [0, 1)"),
+        (
+            "learner.final_learning_rate_fraction",
+            learner.final_learning_rate_fraction,
+            0 <= learner.final_learning_rate_fraction <= 1,
+            "must be in [0, 1]",
+        ),
+        ("eval.confidence", config.eval.confidence, 0 < config.eval.confidence < 1, "must be in (0, 1), e.g. 0.95"),
+    )
+    return [_said(key, value, demand) for key, value, holds, demand in rules if not holds]
+
+
+def _run(config: Config) -> list[str]:
+    problems = []
+    if not config.run.name or "/" in config.run.name:
+        problems.append(_said("run.name", config.run.name, "must be one folder name, below config.run.directory"))
+    if not config.run.directory:
+        problems.append(_said("run.directory", "", "must be a folder, e.g. 'runs'; '.' is the current one"))
+    if config.run.seed >= 2**32:
+        problems.append(_said("run.seed", config.run.seed, "must be below 2**32"))
+    return problems
+
+
+def _model(config: Config) -> list[str]:
+    path, way_out = config.model.path, "`make model` makes one; give it with --config.model.path=DIRECTORY"
+    if not path:
+        return [_said("model.path", path, f"names no model; {way_out}")]
+    if not Path(path).is_dir():
+        return [_said("model.path", path, f"no such directory; {way_out}")]
+    if not (Path(path) / "config.json").is_file():
+        return [_said("model.path", path, f"has no config.json, so it is no Hugging Face checkpoint; {way_out}")]
+    return []
+
+
+def _lora(config: Config) -> list[str]:
+    targets = config.lora.targets
+    problems = []
+    for i, name in enumerate(targets):
+        if name not in LINEAR_LAYERS:
+            close = nearest(name, LINEAR_LAYERS)
+            hint = f"; the nearest is {close!r}" if close else ""
+            problems.append(_said(f"lora.targets[{i}]", name, f"must be one of {', '.join(LINEAR_LAYERS)}{hint}"))
+    if repeated := _repeated(targets):
+        problems.append(_said("lora.targets", targets, f"names {', '.join(repeated)} twice"))
+    if config.lora.rank > 0 and not targets:
+        problems.append(_said("lora.targets", targets, "must name a layer; config.lora.rank = 0 trains all parameters"))
+    return problems
+
+
+def _tasks(config: Config) -> list[str]:
+    tasks, sources = config.tasks, config.tasks.sources
+    if not sources:
+        return [_said("tasks.sources", {}, "no task source; a recipe adds one: c.tasks.sources.NAME = source(...)")]
+    problems = [problem for name, source in sources.items() for problem in _source(name, source)]
+    total = sum(source.size for source in sources.values())
+    if all(source.dataset for source in sources.values()) and tasks.held_out >= total:
+        problems.append(_said("tasks.held_out", tasks.held_out, f"leaves none of the {total} tasks to train on"))
+    return problems
+
+
+def _source(name: str, source: TaskSourceConfig) -> list[str]:
+    key = f"tasks.sources.{name}"
+    problems = []
+    if "/" in name:
+        problems.append(f"config.{key}: a source's name must not hold '/', task ids are <source>/<index>")
+    if bool(source.dataset) == bool(source.path):
+        given = f"dataset = {source.dataset!r} and path = {source.path!r}"
+        problems.append(f"config.{key} has {given}: set exactly one of the two")
+    if source.path and not Path(source.path).is_file():
+        problems.append(_said(f"{key}.path", source.path, "no such file"))
+    if source.size < 0 or (source.dataset and source.size == 0):
+        least = "at least 1 for a dataset" if source.dataset else "0 (the whole file) or more"
+        problems.append(_said(f"{key}.size", source.size, f"must be {least}"))
+    if not source.weight > 0:
+        problems.append(_said(f"{key}.weight", source.weight, "must be above 0; or leave the source out"))
+    return problems
+
+
+def _rollout(config: Config) -> list[str]:
+    if config.rollout.group_size == 1 and config.rollout.filter_no_signal:
+        why = "drops every group of one sample; set it to False or config.rollout.group_size to at least 2"
+        return [_said("rollout.filter_no_signal", True, why)]
+    return []
+
+
+def _objective(config: Config) -> list[str]:
+    return refusals(config.objective, config.rollout)
+
+
+def _engine(config: Config) -> list[str]:
+    rollout, engine = config.rollout, config.engine
+    buckets = engine.prefill_buckets
+    problems = []
+    for name, off in FULL_SUPPORT.items():
+        if (value := getattr(rollout, name)) != off:
+            why = f"the {engine.kind} engine samples from the full distribution only; set it to {off}"
+            problems.append(_said(f"rollout.{name}", value, why))
+    if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
+        problems.append(_said("engine.prefill_buckets", buckets, "must be ascending lengths in tokens, e.g. (64, 128)"))
+    elif buckets[-1] > engine.context:
+        why = f"the largest must be at most config.engine.context = {engine.context}"
+        problems.append(_said("engine.prefill_buckets", buckets, why))
+    if engine.prefill_rows > engine.slots:
+        why = f"must be at most config.engine.slots = {engine.slots}"
+        problems.append(_said("engine.prefill_rows", engine.prefill_rows, why))
+    return problems
+
+
+def _lengths(config: Config) -> list[str]:
+    context, new, row = config.engine.context, config.rollout.max_new_tokens, config.learner.row_tokens
+    problems = []
+    if new >= context:
+        why = f"leaves no room for a prompt in config.engine.context = {context}; raise that or lower this"
+        problems.append(_said("rollout.max_new_tokens", new, why))
+    if row < context:
+        why = f"a sample of config.engine.context = {context} tokens would not fit in a row; set at least {context}"
+        problems.append(_said("learner.row_tokens", row, why))
+    targets = config.learner.row_targets
+    if targets > row:
+        why = f"must be at most config.learner.row_tokens = {row}; 0 stands for that"
+        problems.append(_said("learner.row_targets", targets, why))
+    if 0 < targets < new:
+        why = f"a response of config.rollout.max_new_tokens = {new} would not fit in a row; set at least {new}, or 0"
+        problems.append(_said("learner.row_targets", targets, why))
+    return problems
+
+
+def _learner(config: Config) -> list[str]:
+    learner = config.learner
+    problems = []
+    if learner.warmup_updates > learner.updates:
+        why = f"must be at most config.learner.updates = {learner.updates}"
+        problems.append(_said("learner.warmup_updates", learner.warmup_updates, why))
+    fraction = learner.final_learning_rate_fraction
+    if learner.schedule == "constant" and fraction != 0:
+        why = "means nothing under config.learner.schedule = 'constant'; set 0.0, or the schedule to 'cosine'"
+        problems.append(_said("learner.final_learning_rate_fraction", fraction, why))
+    return problems
+
+
+def _sft(config: Config) -> list[str]:
+    sft = config.sft
+    if sft.steps > 0 and not Path(sft.path).is_file():
+        why = f"config.sft.steps = {sft.steps} needs a JSONL file of question and response; or set the steps to 0"
+        return [_said("sft.path", sft.path, why)]
+    return []
+
+
+def _eval(config: Config) -> list[str]:
+    evaluation = config.eval
+    problems = []
+    if not evaluation.k or min(evaluation.k) < 1 or _repeated(evaluation.k):
+        problems.append(_said("eval.k", evaluation.k, "must be distinct counts of at least 1, e.g. (1,)"))
+    elif max(evaluation.k) > evaluation.attempts_per_task:
+        why = f"pass@k needs k at most config.eval.attempts_per_task = {evaluation.attempts_per_task}"
+        problems.append(_said("eval.k", evaluation.k, why))
+    if evaluation.every > 0 and config.tasks.held_out == 0:
+        why = "there is nothing to evaluate on; set config.tasks.held_out above 0, or this to 0"
+        problems.append(_said("eval.every", evaluation.every, why))
+    return problems
+
+
+def _repeated(values: Iterable[Any]) -> list[str]:
+    values = list(values)
+    return sorted({str(value) for value in values if values.count(value) > 1})

@@ -1,0 +1,138 @@
+"""Questions to token ids and back, through the chat template of a checkpoint."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32
+from jinja2 import TemplateError
+
+# Without torch, transformers says at import that models are not available; only its tokenizers are used here.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+_PROBE = "rlx probe"  # a response whose end is looked for in a rendered conversation
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTokenizer:
+    """The tokenizer of a checkpoint with what is said around every question.
+
+    A prompt is `system_prompt`, then question + `suffix` (verbatim: give it its own space or newline) as the user's
+    turn, then the opening of the assistant's. With system_prompt "" no system message is given; what the template
+    does then is the model's own habit (SmolLM2's adds a default one).
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]  # any of them ends a response: end of turn, end of text
+    end_of_turn_id: int  # what the template writes after an assistant's turn
+    system_prompt: str
+    suffix: str
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it. A model's embedding may have more rows, as padding."""
+        return len(self.tokenizer)
+
+    def encode_prompt(self, question: str) -> Int32[np.ndarray, "prompt"]:
+        """Token ids up to where the response begins."""
+        return self._encode(self.render_prompt(question))
+
+    def render_prompt(self, question: str) -> str:
+        """The prompt as text, special tokens written out."""
+        return _render(self.tokenizer, self._messages(question), add_generation_prompt=True)
+
+    def encode_example(
+        self, question: str, response: str
+    ) -> tuple[Int32[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
+        """(ids, mask) of a supervised example: the prompt, then the response and its end of turn with mask True.
+
+        The response is encoded by itself after the prompt's ids, as it is when a policy generates it.
+        """
+        prompt, written = self.encode_prompt(question), self._encode(response)
+        ids = np.concatenate([prompt, written, np.array([self.end_of_turn_id], np.int32)])
+        return ids, np.arange(ids.size) >= prompt.size
+
+    def decode(self, ids: Int32[np.ndarray, "tokens"]) -> str:
+        """Text for people and graders, without special tokens."""
+        text = self.tokenizer.decode(
+            np.asarray(ids).tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)  # one sequence, one text
+        return text
+
+    def _messages(self, question: str) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": question + self.suffix}]
+
+    def _encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def load_chat_tokenizer(path: str, system_prompt: str, suffix: str) -> ChatTokenizer:
+    """The tokenizer in a Hugging Face directory; nothing is downloaded.
+
+    Raises:
+        ValueError: there is no tokenizer or no chat template, the template refuses the system prompt, or no token
+            ends a response.
+    """
+    directory = pathlib.Path(path)
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        raise ValueError(f"there is no tokenizer in {path!r}: a Hugging Face directory with tokenizer.json is needed")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer in {path!r} has no chat template, as base models often have none: take the instruct "
+            "version's, or put a chat_template.jinja beside tokenizer.json"
+        )
+    _check_renders(tokenizer, path, system_prompt)
+    end_of_turn = _end_of_turn_id(tokenizer, path)
+    stop = {end_of_turn, *_configured_stop_ids(directory)} | ({tokenizer.eos_token_id} - {None})
+    return ChatTokenizer(tokenizer, tuple(sorted(stop)), end_of_turn, system_prompt, suffix)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert isinstance(text, str)
+    return text
+
+
+def _check_renders(tokenizer: PreTrainedTokenizerBase, path: str, system_prompt: str) -> None:
+    user = [{"role": "user", "content": "question"}]
+    try:
+        _render(tokenizer, user, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the chat template in {path!r} cannot render a question: {error}") from error
+    try:
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        _render(tokenizer, system + user, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template in {path!r} refuses a system message ({error}): set tasks.system_prompt to '' and "
+            "say it in tasks.suffix"
+        ) from error
+
+
+def _end_of_turn_id(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
+    """The special token that the template writes after an assistant's words; end of text where it writes none."""
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
+    after = _render(tokenizer, turns, add_generation_prompt=False).rpartition(_PROBE)[2].lstrip()
+    ids = tokenizer.encode(after, add_special_tokens=False)[:1]
+    if ids and ids[0] in tokenizer.added_tokens_decoder:
+        return ids[0]
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"nothing ends a response: the tokenizer in {path!r} has no eos_token and its chat template writes no "
+            "special token after an assistant's turn; set eos_token in tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id
+
+
+def _configured_stop_ids(directory: pathlib.Path) -> list[int]:
+    file = directory / "generation_config.json"
+    configured: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return configured if isinstance(configured, list) else [] if configured is None else [configured]

@@ -1,0 +1,182 @@
+"""Tasks from where they come: a reasoning-gym dataset, or a JSONL file of {"question", "answer", "grader"?}."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from rlx.config.schema import TaskSourceConfig
+from rlx.envs.extract import as_number
+from rlx.envs.grading import GRADERS
+from rlx.types import Task
+
+# Found by scoring nonsense with all datasets of reasoning-gym 0.1.25.
+_REFUSED = {
+    "game_of_life_halting": "any text at all scores 1.0 there, so a policy learns to write anything",
+    "composite": "it has no questions of its own; make each of its datasets an entry of tasks.sources",
+}
+# Found by generating them in two processes with different hash seeds.
+_HASH_DEPENDENT = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+_GOLD_CHECKS = 3  # tasks of a dataset whose own answer is scored at the start
+
+
+def check_source(name: str, source: TaskSourceConfig) -> None:
+    """Refuse a source that cannot be honoured, before anything is generated.
+
+    Raises:
+        ValueError: names the key, the value and the nearest valid one.
+    """
+    key = f"tasks.sources.{name}"
+    if bool(source.dataset) == bool(source.path):
+        found = "both are set" if source.path else "neither is set"
+        raise ValueError(f"{key}: set one of dataset (a reasoning-gym name) and path (a JSONL file); {found}")
+    if not (math.isfinite(source.weight) and source.weight > 0):
+        raise ValueError(f"{key}.weight = {source.weight}: it must be above 0; remove the source to leave it out")
+    if source.grader and source.grader not in GRADERS:
+        raise ValueError(f"{key}.grader = {source.grader!r} is not a grader; {nearest(source.grader, GRADERS)}")
+    if source.dataset:
+        _check_dataset(key, source)
+    else:
+        _check_file(key, source)
+
+
+def read_source(name: str, source: TaskSourceConfig, seed: int) -> list[Task]:
+    """All tasks of a source in its own order, questions that repeat included. `check_source` comes before.
+
+    A dataset makes `size` tasks; a file is read whole. A line without a grader gets the source's; where that is ""
+    too, "number" if its answer is a number and "exact" otherwise.
+
+    Raises:
+        ValueError: the dataset refuses its options or fails; a line of the file is malformed (its number is named).
+    """
+    return _read_dataset(name, source, seed) if source.dataset else _read_file(name, source)
+
+
+def nearest(value: str, valid: Iterable[str]) -> str:
+    """The hint at the end of an error about a wrong name."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(value, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "there are " + ", ".join(names)
+
+
+# ---------------------------------------------------------------- reasoning-gym
+
+
+def _check_dataset(key: str, source: TaskSourceConfig) -> None:
+    dataset = source.dataset
+    if dataset not in DATASETS:
+        raise ValueError(f"{key}.dataset = {dataset!r} is not a reasoning-gym dataset; {nearest(dataset, DATASETS)}")
+    if dataset in _REFUSED:
+        raise ValueError(f"{key}.dataset = {dataset!r} is refused: {_REFUSED[dataset]}")
+    if dataset in _HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "").isdigit():
+        raise ValueError(
+            f"{key}.dataset = {dataset!r} makes other questions in every process, so a resumed run would train on "
+            "held-out ones: set the environment variable PYTHONHASHSEED=0, or write the tasks to a JSONL file"
+        )
+    if source.size < 1:
+        raise ValueError(f"{key}.size = {source.size}: at least 1 task must be generated")
+    options = {f.name for f in dataclasses.fields(DATASETS[dataset][1])} - {"seed", "size"}
+    for option in source.options:
+        if option in ("seed", "size"):
+            place = "tasks.seed" if option == "seed" else f"{key}.size"
+            raise ValueError(f"{key}.options.{option} is not an option: set {place}")
+        if option not in options:
+            raise ValueError(f"{key}.options.{option} is not an option of {dataset}; {nearest(option, options)}")
+
+
+def _read_dataset(name: str, source: TaskSourceConfig, seed: int) -> list[Task]:
+    key = f"tasks.sources.{name}"
+    options = json.loads(json.dumps(dict(source.options)))  # tuples become lists, as the graders will see them
+    # reasoning-gym seeds item i with seed + i: neighbouring seeds, or two sources with one seed, would share items.
+    seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4]) >> 1
+    try:
+        dataset = reasoning_gym.create_dataset(source.dataset, size=source.size, seed=seed, **options)
+        entries = [dataset[index] for index in range(source.size)]
+        stored = json.loads(json.dumps(entries))
+    except Exception as error:
+        raise ValueError(
+            f"{key}: reasoning-gym's {source.dataset} does not work with options {options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    grader = source.grader or "reasoning_gym"
+    for entry in stored[:_GOLD_CHECKS]:
+        _check_gold(key, source.dataset, grader, dataset, entry)
+    base = {"dataset": source.dataset, "options": options}
+    return [
+        Task(f"{name}/{index}", name, entry["question"], entry["answer"], grader, {**base, "entry": entry})
+        for index, entry in enumerate(stored)
+    ]
+
+
+def _check_gold(key: str, name: str, grader: str, dataset: Any, entry: dict[str, Any]) -> None:
+    if entry["answer"] is None:
+        if grader != "reasoning_gym":
+            raise ValueError(f"{key}.grader = {grader!r} needs a gold answer, which {name} does not give: set ''")
+    elif grader == "reasoning_gym" and (score := dataset.score_answer(entry["answer"], entry)) < 1:
+        raise ValueError(f"{key}.dataset = {name!r}: its own answer scores {score:.3g}, so no response can be right")
+
+
+# ---------------------------------------------------------------- JSONL
+
+
+def _check_file(key: str, source: TaskSourceConfig) -> None:
+    if not pathlib.Path(source.path).is_file():
+        raise ValueError(f"{key}.path = {source.path!r}: there is no such file (from {os.getcwd()})")
+    if source.options:
+        raise ValueError(f"{key}.options = {source.options}: options belong to a dataset, a JSONL file has none")
+    if source.grader == "reasoning_gym":
+        raise ValueError(f"{key}.grader = 'reasoning_gym' grades reasoning-gym datasets only; a file has none")
+
+
+def _read_file(name: str, source: TaskSourceConfig) -> list[Task]:
+    tasks: list[Task] = []
+    with open(source.path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                tasks.append(_parse_line(name, number, line, source))
+    if not tasks:
+        raise ValueError(f"tasks.sources.{name}.path = {source.path!r} holds no tasks")
+    return tasks
+
+
+def _parse_line(name: str, number: int, line: str, source: TaskSourceConfig) -> Task:
+    where = f"{source.path}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno}); each line is one object") from error
+    if not isinstance(row, dict):
+        raise ValueError(f'{where}: {type(row).__name__} instead of an object {{"question": ..., "answer": ...}}')
+    for key in row:
+        if key not in ("question", "answer", "grader"):
+            raise ValueError(f"{where}: unknown key {key!r}; {nearest(key, ('question', 'answer', 'grader'))}")
+    question, answer = _text(where, row, "question"), _text(where, row, "answer")
+    grader = row.get("grader") or source.grader or ("exact" if as_number(answer) is None else "number")
+    if grader not in GRADERS or grader == "reasoning_gym":
+        valid = sorted(set(GRADERS) - {"reasoning_gym"})
+        raise ValueError(f"{where}: grader {grader!r} cannot grade a line of a file; {nearest(str(grader), valid)}")
+    if grader == "number" and as_number(answer) is None:
+        raise ValueError(f"{where}: grader 'number' needs a number as the answer, found {answer!r}")
+    return Task(f"{name}/{number}", name, question, answer, grader)
+
+
+def _text(where: str, row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool) and key == "answer":
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        state = f"is {value!r}" if key in row else "is missing"
+        raise ValueError(f"{where}: {key!r} {state}; it must be a text that is not empty")
+    return value

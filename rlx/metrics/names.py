@@ -1,0 +1,230 @@
+"""The table of every metric a run may log: `group/name`, unit, one line of meaning.
+
+The group is the part before the slash: TensorBoard's sections and the custom dashboard follow it. A name may hold one
+placeholder in braces (`eval/pass_at_{k}`), which stands for any text without a slash. A metric that is not in the table
+does not exist: `check_names`, called on whatever a test run logged, refuses it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from rlx.metrics.ledger import BINS, UNITS
+
+GROUPS = {
+    "reward": "Rewards of the samples collected for an update, before any filter",
+    "response": "Lengths and endings of the responses collected for an update",
+    "policy": "The objective and the policy, over the trained tokens",
+    "offpolicy": "Sampler against trainer: importance weights, KL, sample age",
+    "centering": "Score centering",
+    "distill": "On-policy distillation",
+    "optimizer": "Gradients and parameter updates",
+    "batch": "What an update trained on, and how it was packed",
+    "ledger": "Every sampled token by the bin it ended in, since the run began",
+    "time": "Seconds by phase; phases do not overlap",
+    "throughput": "Rates, without the first updates and without evaluation and saving",
+    "engine": "Generation engines",
+    "permit": "Pools that limit how much is in progress",
+    "grader": "Grading of responses",
+    "eval": "Held-out tasks",
+    "sft": "Supervised cold start; its step is the optimizer step of that phase",
+    "system": "The process and its devices",
+}
+
+
+class Metric(NamedTuple):
+    """One row. `chart` joins metrics of one group in one chart of the custom dashboard; "" = a chart of its own."""
+
+    name: str
+    unit: str
+    meaning: str
+    chart: str = ""
+    kind: Literal["scalar", "histogram", "text"] = "scalar"
+
+    @property
+    def group(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def description(self) -> str:
+        return f"{self.meaning} [{self.unit}]"
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression that matches exactly the names this row stands for."""
+        return "^" + re.sub(r"\\{[a-z_]+\\}", "[^/]+", re.escape(self.name)) + "$"
+
+
+_SAMPLES: tuple[Metric, ...] = (
+    Metric("reward/mean", "reward", "mean over samples", "reward"),
+    Metric("reward/std", "reward", "standard deviation over samples", "reward"),
+    Metric("reward/pass_rate", "fraction", "samples whose reward is that of a pass", "pass rate"),
+    Metric("reward/pass_rate_{source}", "fraction", "pass rate of one task source", "pass rate"),
+    Metric("reward/no_signal_fraction", "fraction", "groups whose rewards are all equal", "no signal"),
+    Metric("reward/all_zero_fraction", "fraction", "groups in which every reward is 0", "no signal"),
+    Metric("reward/all_one_fraction", "fraction", "groups in which every reward is 1", "no signal"),
+    Metric("reward/no_signal_streak", "collections", "collections in a row without any signal"),
+    Metric("reward/advantage_std", "reward", "standard deviation of advantages over trained samples"),
+    Metric("reward/distribution", "reward", "rewards of the samples", kind="histogram"),
+    Metric("response/length_mean", "tokens", "mean number of tokens written", "length"),
+    Metric("response/length_std", "tokens", "standard deviation of the tokens written", "length"),
+    Metric("response/length_max", "tokens", "longest response", "length"),
+    Metric("response/prompt_length_mean", "tokens", "mean length of the prompts"),
+    Metric("response/truncated_fraction", "fraction", "responses cut by a length limit"),
+    Metric("response/stop_reason_{reason}", "fraction", "responses that ended for this reason", "stop reasons"),
+    Metric("response/length", "tokens", "tokens written", kind="histogram"),
+    Metric("response/samples", "text", "some samples with their rewards", kind="text"),
+)
+
+_LEARNING: tuple[Metric, ...] = (
+    Metric("policy/loss", "nats", "value of the objective's loss"),
+    Metric("policy/entropy", "nats", "mean entropy of the trainer's distribution"),
+    Metric("policy/logprob_mean", "nats", "mean trainer log-prob of the sampled tokens"),
+    Metric("policy/clipped_fraction", "fraction", "tokens whose gradient the loss's own clipping removed"),
+    Metric("policy/reference_kl", "nats", "KL to the reference policy"),
+    Metric("policy/logprobs", "nats", "trainer log-probs of the sampled tokens", kind="histogram"),
+    Metric("offpolicy/kl_k1", "nats", "KL sampler to trainer, mean d, d = log q - log p", "KL"),
+    Metric("offpolicy/kl_k2", "nats", "the same by mean d^2/2", "KL"),
+    Metric("offpolicy/kl_k3", "nats", "the same by mean exp(-d) - 1 + d", "KL"),
+    Metric("offpolicy/logprob_gap_mean", "nats", "mean |log p - log q|", "log-prob gap"),
+    Metric("offpolicy/logprob_gap_max", "nats", "largest |log p - log q|", "log-prob gap"),
+    Metric("offpolicy/scoring_gap_mean", "nats", "mean |training forward - scoring pass|"),
+    Metric("offpolicy/ratio_mean", "ratio", "mean p / q"),
+    Metric("offpolicy/ratio_outside_fraction", "fraction", "tokens whose p / q is outside [0.8, 1.25]", "fractions"),
+    Metric("offpolicy/truncated_fraction", "fraction", "importance weights cut at their cap", "fractions"),
+    Metric("offpolicy/masked_fraction", "fraction", "tokens that the importance mask removed", "fractions"),
+    Metric("offpolicy/ess", "fraction", "effective sample size of the behaviour weights, (sum w)^2 / (n sum w^2)"),
+    Metric("offpolicy/ess_age_{bin}", "fraction", "the same over tokens of one age bin", "ESS by age"),
+    Metric("offpolicy/ess_length_{bin}", "fraction", "the same over samples of one length bin", "ESS by length"),
+    Metric("offpolicy/age_mean", "updates", "mean age of the trained tokens", "age"),
+    Metric("offpolicy/age_max", "updates", "largest age of a trained token", "age"),
+    Metric("offpolicy/age", "updates", "ages of the trained tokens", kind="histogram"),
+    Metric("offpolicy/ratios", "nats", "log p - log q of the trained tokens", kind="histogram"),
+    Metric("centering/head_mass_sampler", "fraction", "Q: mass of the sampler's head under q", "head mass"),
+    Metric("centering/head_mass_trainer", "fraction", "P: mass of the sampler's head under p", "head mass"),
+    Metric("centering/coefficient_l1", "1", "L1 norm of the centering coefficients of a token"),
+    Metric("centering/truncated_fraction", "fraction", "head weights cut at their cap"),
+    Metric("centering/kl_head", "nats", "KL sampler to trainer from the head and the tail's total"),
+    Metric("centering/drift_norm", "norm", "norm of the term that carries no reward", "norms"),
+    Metric("centering/covariance_norm", "norm", "norm of the term that carries the reward", "norms"),
+    Metric("distill/topk_overlap", "fraction", "share of the top-K ids that proxy and target have in common"),
+    Metric("distill/local_entropy", "nats", "entropy of the target where it is distilled"),
+    Metric("distill/utility_abs_mean", "nats", "mean |u|, u = alpha * signal - lambda * absorbed update"),
+    Metric("distill/masked_vocabulary_fraction", "fraction", "ids that one of the two vocabularies lacks"),
+    Metric("optimizer/grad_norm", "norm", "global gradient norm before clipping", "gradient norm"),
+    Metric("optimizer/grad_norm_clipped", "norm", "global gradient norm after clipping", "gradient norm"),
+    Metric("optimizer/update_norm", "norm", "global norm of the parameter update"),
+    Metric("optimizer/parameter_norm", "norm", "global norm of the trained parameters"),
+    Metric("optimizer/distance_to_initial", "norm", "global norm of trained parameters minus the initial ones"),
+    Metric("optimizer/learning_rate", "1", "learning rate of this update"),
+    Metric("optimizer/skipped_updates", "updates", "updates skipped for a gradient that was not finite, so far"),
+    Metric("batch/tokens", "tokens", "tokens in the loss"),
+    Metric("batch/samples", "samples", "samples in the batch", "samples and groups"),
+    Metric("batch/groups", "groups", "groups in the batch", "samples and groups"),
+    Metric("batch/rows", "rows", "packed rows", "rows"),
+    Metric("batch/micro_batches", "micro-batches", "micro-batches of the update", "rows"),
+    Metric("batch/packing_fraction", "fraction", "share of the packed positions that hold a token"),
+)
+
+_TIME: tuple[Metric, ...] = (
+    Metric("time/total_seconds", "s", "wall time of the update, everything included", "total"),
+    Metric("time/wait_seconds", "s", "the trainer waited for a batch", "phases"),
+    Metric("time/rollout_seconds", "s", "generation, where the trainer does it itself", "phases"),
+    Metric("time/grade_seconds", "s", "grading, where the trainer waits for it", "phases"),
+    Metric("time/pack_seconds", "s", "packing", "phases"),
+    Metric("time/score_seconds", "s", "scoring pass of the trainer", "phases"),
+    Metric("time/update_seconds", "s", "forward, backward and optimizer", "phases"),
+    Metric("time/publish_seconds", "s", "handing the weights to the engines", "phases"),
+    Metric("time/log_seconds", "s", "writing metrics and samples", "phases"),
+    Metric("time/save_seconds", "s", "checkpoint", "apart"),
+    Metric("time/eval_seconds", "s", "evaluation", "apart"),
+    Metric("time/wait_share", "fraction", "share of the total in which the trainer did not train for lack of a batch"),
+    Metric("throughput/generated_tokens_per_second", "tokens/s", "tokens sampled", "tokens"),
+    Metric("throughput/trained_tokens_per_second", "tokens/s", "tokens trained", "tokens"),
+    Metric("throughput/samples_per_second", "samples/s", "samples trained"),
+    Metric("throughput/updates_per_hour", "updates/h", "updates"),
+    Metric("throughput/mfu", "fraction", "model FLOPs of the update over its seconds and the devices' peak"),
+)
+
+_SERVING: tuple[Metric, ...] = (
+    Metric("engine/occupancy", "fraction", "mean share of the slots that held a request"),
+    Metric("engine/running_requests", "requests", "mean number of requests decoded at once", "requests"),
+    Metric("engine/queued_requests", "requests", "mean number of requests waiting for a slot", "requests"),
+    Metric("engine/residence_seconds", "s", "mean time of a request in an engine, queue included", "seconds"),
+    Metric("engine/queue_seconds", "s", "mean time of a request in an engine's queue", "seconds"),
+    Metric("engine/decode_tokens_per_second", "tokens/s", "tokens sampled over the time spent generating"),
+    Metric("engine/ejected", "engines", "engines taken out of service so far"),
+    Metric("engine/version_lag", "updates", "trainer version minus the oldest version that serves"),
+    Metric("permit/{pool}_occupancy", "fraction", "mean share of the pool's permits that were held", "occupancy"),
+    Metric("permit/{pool}_wait_seconds", "s", "mean wait for a permit of the pool", "wait"),
+    Metric("permit/{pool}_residence_seconds", "s", "mean time a permit of the pool was held", "residence"),
+    Metric("grader/seconds_mean", "s", "mean time of a grading", "seconds"),
+    Metric("grader/seconds_max", "s", "longest grading", "seconds"),
+    Metric("grader/queue", "samples", "mean number of samples waiting for a grader"),
+    Metric("grader/occupancy", "fraction", "mean share of the graders at work"),
+    Metric("grader/timeouts", "samples", "gradings killed at their limit so far", "failures"),
+    Metric("grader/failures", "samples", "gradings that failed otherwise so far", "failures"),
+)
+
+_EVALUATION: tuple[Metric, ...] = (
+    Metric("eval/pass_rate", "fraction", "attempts that passed", "pass rate"),
+    Metric("eval/pass_rate_low", "fraction", "lower end of its Wilson interval", "pass rate"),
+    Metric("eval/pass_rate_high", "fraction", "upper end of its Wilson interval", "pass rate"),
+    Metric("eval/pass_rate_{source}", "fraction", "pass rate of one task source", "pass rate by source"),
+    Metric("eval/pass_at_{k}", "fraction", "unbiased pass@k", "pass@k"),
+    Metric("eval/mean_at_{k}", "reward", "mean reward over the first k attempts", "mean@k"),
+    Metric("eval/reward_mean", "reward", "mean reward"),
+    Metric("eval/response_length_mean", "tokens", "mean number of tokens written"),
+    Metric("eval/truncated_fraction", "fraction", "responses cut by a length limit"),
+    Metric("eval/tasks", "tasks", "tasks evaluated", "size"),
+    Metric("eval/attempts", "samples", "attempts graded", "size"),
+    Metric("eval/tokens", "tokens", "tokens sampled"),
+    Metric("eval/samples", "text", "some attempts with their rewards", kind="text"),
+    Metric("sft/loss", "nats", "mean negative log-prob of the response tokens"),
+    Metric("sft/token_accuracy", "fraction", "response tokens that are the likeliest one"),
+    Metric("sft/grad_norm", "norm", "global gradient norm before clipping"),
+    Metric("sft/learning_rate", "1", "learning rate of this step"),
+    Metric("system/host_memory_gib", "GiB", "resident memory of the process", "memory"),
+    Metric("system/host_memory_peak_gib", "GiB", "largest resident memory so far", "memory"),
+    Metric("system/device_memory_gib", "GiB", "device memory in use", "memory"),
+    Metric("system/device_memory_peak_gib", "GiB", "largest device memory in use so far", "memory"),
+    Metric("system/compilations", "programs", "programs compiled so far"),
+)
+
+
+def _ledger_metrics() -> tuple[Metric, ...]:
+    rows = [Metric("ledger/trained_share", "fraction", "tokens trained over all that reached an end, evaluation apart")]
+    for unit in UNITS:
+        rows.append(Metric(f"ledger/{unit}_generated", unit, "sampled since the run began", unit))
+        rows += [Metric(f"ledger/{unit}_{name}", unit, meaning, unit) for name, meaning in BINS.items()]
+        rows.append(Metric(f"ledger/{unit}_failed_{{reason}}", unit, "failed for this reason", f"failed {unit}"))
+    return tuple(rows)
+
+
+METRICS: tuple[Metric, ...] = (*_SAMPLES, *_LEARNING, *_ledger_metrics(), *_TIME, *_SERVING, *_EVALUATION)
+
+
+@functools.cache
+def find_metric(name: str) -> Metric | None:
+    """The row a logged name belongs to, the most literal one first; None where the table has none."""
+    matching = [m for m in METRICS if re.match(m.pattern, name)]
+    return min(matching, key=lambda m: "{" in m.name, default=None)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuses names that the table does not have.
+
+    Raises:
+      ValueError: naming each unknown metric and the nearest known one.
+    """
+    unknown = [name for name in names if find_metric(name) is None]
+    if not unknown:
+        return
+    known = [m.name for m in METRICS]
+    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.4) for name in unknown}
+    hints = [f"{name!r}" + (f" (nearest: {near[0]!r})" if near else "") for name, near in nearest.items()]
+    raise ValueError(f"metrics that rlx/metrics/names.py does not list: {', '.join(hints)}; add a row or fix the name")

@@ -1,0 +1,195 @@
+"""TensorBoard event files, written by tensorboard itself: neither torch nor tensorflow is needed.
+
+Scalars and histograms have the classic form (`simple_value`, `histo`): every reader of event files knows it, and
+tensorboard's `EventAccumulator` drops the events beyond a resumed update from it alone. Texts exist as tensors only.
+
+Layout of the custom dashboard: one category for each group of the metric table, one chart for each of its charts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalar_metadata
+from tensorboard.plugins.histogram import metadata as histogram_metadata
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.scalar import metadata as scalar_metadata
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util import tensor_util
+
+from rlx.metrics.names import GROUPS, METRICS, Metric, find_metric
+from rlx.types import Sample
+
+Value = summary_pb2.Summary.Value
+FLUSH_SECONDS = 10.0
+
+
+class TensorBoard:
+    """Writes one run's events. A step is a policy version.
+
+    Args:
+      directory: made where it is missing.
+      resume_after: the update that was restored, -1 for a fresh run. TensorBoard drops events of earlier files whose
+        step is larger.
+      config: nested configuration, shown flat as hyperparameters.
+    """
+
+    def __init__(self, directory: Path, resume_after: int, config: Mapping[str, Any]) -> None:
+        self._writer = EventFileWriter(str(directory), max_queue_size=1000, flush_secs=FLUSH_SECONDS)
+        self._described: set[str] = set()
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        # START drops what is at its own step too, hence the next one.
+        self._add(event_pb2.Event(step=resume_after + 1, session_log=start))
+        self._summary(layout_summary(METRICS), step=0)
+        self._summary(hparams_pb(flatten(config)), step=0)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Writes numbers by metric name, float32."""
+        rows = []
+        for name, value in values.items():
+            metadata = scalar_metadata.create_summary_metadata(name, self._describe(name))
+            rows.append(Value(tag=name, simple_value=float(value), metadata=metadata))
+        self._summary(summary_pb2.Summary(value=rows), step)
+
+    def histogram(self, name: str, values: np.ndarray, step: int, buckets: int = 30) -> None:
+        """Writes the distribution of an array of any shape.
+
+        Raises:
+          ValueError: where there is no value, or one that is not finite: it belongs in no bucket.
+        """
+        values = np.asarray(values, np.float64)
+        bad = int((~np.isfinite(values)).sum())
+        if not values.size:
+            raise ValueError(f"histogram {name!r} has no values; leave it out where there is nothing to show")
+        if bad:
+            raise ValueError(f"histogram {name!r}: {bad} of {values.size} values are not finite; mask them first")
+        metadata = histogram_metadata.create_summary_metadata(name, self._describe(name))
+        row = Value(tag=name, histo=_histogram(values, buckets), metadata=metadata)
+        self._summary(summary_pb2.Summary(value=[row]), step)
+
+    def text(self, name: str, markdown: str, step: int) -> None:
+        """Writes markdown."""
+        self._summary(text_pb(name, markdown, self._describe(name)), step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, status: Literal["success", "failure"] = "success") -> None:
+        """Marks the end of the session for the hyperparameter dashboard and closes the file."""
+        self._summary(_session_end(status), step=0)
+        self._writer.close()
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("success" if kind is None else "failure")
+
+    def _describe(self, name: str) -> str:
+        """The metric's meaning with a tag's first event; later ones would only repeat it."""
+        metric = None if name in self._described else find_metric(name)
+        self._described.add(name)
+        return metric.description if metric else ""
+
+    def _summary(self, summary: summary_pb2.Summary, step: int) -> None:
+        self._add(event_pb2.Event(step=step, summary=summary))
+
+    def _add(self, event: event_pb2.Event) -> None:
+        event.wall_time = time.time()
+        self._writer.add_event(event)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Nested mappings to dotted keys; a value that is no bool, number or text becomes its text."""
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
+def layout_summary(metrics: Iterable[Metric]) -> summary_pb2.Summary:
+    """The custom dashboard: categories in the order of `GROUPS`, charts in the order of the table."""
+    charts: dict[str, dict[str, list[str]]] = {group: {} for group in GROUPS}
+    for metric in metrics:
+        if metric.kind == "scalar":
+            title = metric.chart or metric.name.partition("/")[2]
+            charts[metric.group].setdefault(title, []).append(metric.pattern)
+    categories = [
+        layout_pb2.Category(
+            title=group,
+            chart=[
+                layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
+                for title, patterns in group_charts.items()
+            ],
+        )
+        for group, group_charts in charts.items()
+        if group_charts
+    ]
+    layout = layout_pb2.Layout(category=categories)
+    value = Value(
+        tag=custom_scalar_metadata.CONFIG_SUMMARY_TAG,
+        metadata=custom_scalar_metadata.create_summary_metadata(),
+        tensor=tensor_util.make_tensor_proto(layout.SerializeToString(), shape=()),
+    )
+    return summary_pb2.Summary(value=[value])
+
+
+def _histogram(values: np.ndarray, buckets: int) -> summary_pb2.HistogramProto:
+    counts, edges = np.histogram(values, buckets)
+    return summary_pb2.HistogramProto(
+        min=values.min(),
+        max=values.max(),
+        num=values.size,
+        sum=values.sum(),
+        sum_squares=np.square(values).sum(),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )
+
+
+def samples_table(samples: Sequence[Sample], characters: int = 600) -> str:
+    """A markdown table of samples: task, question, response, reward, answer, how it ended. Long texts are cut."""
+    lines = ["| task | question | response | reward | answer | ended by |", "|:--|:--|:--|--:|:--|:--|"]
+    for sample in samples:
+        task = sample.task
+        texts = [_cell(text, characters) for text in (task.id, task.question, sample.text)]
+        answer = "" if task.answer is None else _cell(task.answer, characters)
+        lines.append(f"| {' | '.join(texts)} | {sample.reward:.3g} | {answer} | {sample.stop_reason.value} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str, characters: int) -> str:
+    """One line of markdown that shows `text` as it is."""
+    if len(text) > characters:
+        text = f"{text[:characters]} … ({len(text) - characters} more)"
+    # `&` first: the others introduce it.
+    for plain, shown in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\r", ""), ("\n", "<br>")):
+        text = text.replace(plain, shown)
+    return text
+
+
+def _session_end(status: Literal["success", "failure"]) -> summary_pb2.Summary:
+    codes = {"success": api_pb2.STATUS_SUCCESS, "failure": api_pb2.STATUS_FAILURE}
+    info = plugin_data_pb2.SessionEndInfo(status=codes[status], end_time_secs=math.floor(time.time()))
+    value = Value(
+        tag=hparams_metadata.SESSION_END_INFO_TAG,
+        metadata=hparams_metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=info)),
+        tensor=hparams_metadata.NULL_TENSOR,
+    )
+    return summary_pb2.Summary(value=[value])

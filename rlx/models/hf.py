@@ -1,0 +1,245 @@
+"""Hugging Face checkpoints: names, loading and saving.
+
+`TENSOR_NAMES` is the one place that knows what a parameter is called outside. A linear weight is [out, in] in a
+checkpoint and a kernel [in, out] here; a block's parameters are stacked on a leading layer axis here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from rlx.models.files import new_directory, read_json, write_json
+from rlx.models.hf_config import architecture_config, read_architecture
+from rlx.models.spec import Architecture, Params, param_specs
+
+__all__ = ["HfTensor", "hf_tensors", "load_params", "read_architecture", "save_params", "to_hf"]
+
+TENSOR_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "layers/input_layernorm": "model.layers.{layer}.input_layernorm.weight",
+    "layers/q_norm": "model.layers.{layer}.self_attn.q_norm.weight",
+    "layers/k_norm": "model.layers.{layer}.self_attn.k_norm.weight",
+    "layers/post_attention_layernorm": "model.layers.{layer}.post_attention_layernorm.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+} | {
+    f"layers/{name}/{leaf}": f"model.layers.{{layer}}.{module}.{name}.{hf_leaf}"
+    for module, names in (
+        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    )
+    for name in names
+    for leaf, hf_leaf in (("kernel", "weight"), ("bias", "bias"))
+}
+
+# What travels with the weights so that a saved directory can be served.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenization_*.py",
+)
+SHARD_BYTES = 5 * 10**9
+
+
+class HfTensor(NamedTuple):
+    """Where one tensor of the checkpoint lives in the parameter tree."""
+
+    path: str  # of the leaf, joined by "/"
+    layer: int | None  # the index on the leaf's leading axis, where it has one
+    transposed: bool  # stored [out, in]
+    shape: tuple[int, ...]  # as stored
+
+
+def hf_tensors(arch: Architecture) -> dict[str, HfTensor]:
+    """Every tensor of a checkpoint of `arch` by its Hugging Face name."""
+    tensors: dict[str, HfTensor] = {}
+    for path, spec in traverse_util.flatten_dict(param_specs(arch), sep="/").items():
+        transposed = path.endswith("/kernel")
+        stacked = spec.axes[0] == "layer"
+        shape = spec.shape[1:] if stacked else spec.shape
+        for layer in range(spec.shape[0]) if stacked else (None,):
+            name = TENSOR_NAMES[path].format(layer=layer)
+            tensors[name] = HfTensor(path, layer, transposed, shape[::-1] if transposed else shape)
+    return tensors
+
+
+def to_hf(arch: Architecture, params: Params) -> Iterator[tuple[str, Any]]:
+    """(name, array) of every tensor, in the array library of `params`: numpy leaves give views, jax leaves slices."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    for name, tensor in hf_tensors(arch).items():
+        array = flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
+        yield name, array.T if tensor.transposed else array
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def load_params(directory: Path | str, arch: Architecture, dtype: jnp.dtype | str = "float32") -> Params:
+    """The checkpoint as a tree of numpy arrays of `dtype`, filled tensor by tensor from one or many safetensors files.
+
+    Raises FileNotFoundError where files are missing, ValueError where names, shapes or formats do not fit `arch`.
+    """
+    expected = hf_tensors(arch)
+    specs = traverse_util.flatten_dict(param_specs(arch), sep="/")
+    dtype = jnp.dtype(dtype)
+    leaves = {path: np.empty(spec.shape, dtype) for path, spec in specs.items()}
+    with contextlib.ExitStack() as stack:
+        files = {path: stack.enter_context(_open(path)) for path in _tensor_files(Path(directory))}
+        where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+        _check_names(directory, arch, set(where), set(expected))
+        for name, tensor in expected.items():
+            array = _read(where[name], name, tensor.shape).astype(dtype, copy=False)
+            target = leaves[tensor.path] if tensor.layer is None else leaves[tensor.path][tensor.layer]
+            target[...] = array.T if tensor.transposed else array
+        if arch.tied and "lm_head.weight" in where:
+            _check_tied(directory, where)
+    return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def _tensor_files(directory: Path) -> list[Path]:
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise FileNotFoundError(f"{directory} has neither {single.name} nor {index.name}; no other format is read")
+    weight_map = read_json(index).get("weight_map")
+    if not weight_map:
+        raise ValueError(f"{index} has no weight_map: it names no files")
+    files = [directory / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{index} names files that do not exist: {', '.join(missing)}")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _read(file: Any, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    found = file.get_slice(name)
+    if tuple(found.get_shape()) != shape:
+        raise ValueError(f"{name} has shape {tuple(found.get_shape())}; config.json makes it {shape}")
+    if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+        raise ValueError(f"{name} is stored as {found.get_dtype()}; only F32, BF16, F16 and F64 are read")
+    return file.get_tensor(name)
+
+
+def _check_names(directory: Path | str, arch: Architecture, found: set[str], expected: set[str]) -> None:
+    ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}  # older exports: a constant
+    if arch.tied:
+        ignored.add("lm_head.weight")  # compared with the embedding once both are read
+    missing, unexpected = sorted(expected - found), sorted(found - expected - ignored)
+    if missing or unexpected:
+        parts = [("lacks", missing), ("has unexpected", unexpected)]
+        said = "; ".join(f"{word} {len(names)} tensors: {_some(names)}" for word, names in parts if names)
+        raise ValueError(f"{directory} does not fit its config.json ({arch.model_type}, tied={arch.tied}): {said}")
+
+
+def _some(names: list[str], count: int = 6) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
+def _check_tied(directory: Path | str, where: Mapping[str, Any]) -> None:
+    embedding, head = (where[n].get_tensor(n) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+    if not np.array_equal(embedding, head):
+        raise ValueError(
+            f"{directory}: config.json says tie_word_embeddings, but lm_head.weight differs from the embedding: "
+            "set it to false to use the head, or remove lm_head.weight"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
+def save_params(
+    directory: Path | str,
+    arch: Architecture,
+    params: Params,
+    dtype: jnp.dtype | str = "bfloat16",
+    *,
+    tokenizer_from: Path | str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a Hugging Face directory, whole or not at all: config.json, safetensors (an index beside several shards).
+
+    `tokenizer_from` is a model directory whose tokenizer files and special token ids go along. Raises FileExistsError
+    where `directory` exists, FileNotFoundError where `tokenizer_from` has no tokenizer.
+    """
+    dtype = jnp.dtype(dtype)
+    config = architecture_config(arch, dtype.name)
+    with new_directory(directory) as out:
+        if tokenizer_from is not None:
+            config |= _copy_tokenizer(Path(tokenizer_from), out)
+        write_json(out / "config.json", config)
+        shards = _plan_shards(arch, dtype.itemsize, shard_bytes)
+        _write_shards(out, shards, to_hf(arch, params), dtype)
+        if len(shards) > 1:
+            _write_index(out, shards, arch, dtype.itemsize)
+
+
+def _plan_shards(arch: Architecture, itemsize: int, limit: int) -> dict[str, list[str]]:
+    """File name -> tensor names, in the order of `to_hf`; a shard exceeds `limit` bytes only by a single tensor."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in hf_tensors(arch).items():
+        size = itemsize * int(np.prod(tensor.shape))
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _write_shards(
+    out: Path, shards: Mapping[str, list[str]], tensors: Iterator[tuple[str, Any]], dtype: np.dtype[Any]
+) -> None:
+    for file, names in shards.items():
+        # safetensors writes an array's memory as it lies, so a transposed view must be copied first.
+        arrays = {
+            name: np.ascontiguousarray(jax.device_get(array), dtype)
+            for name, array in itertools.islice(tensors, len(names))
+        }
+        save_file(arrays, out / file, metadata={"format": "pt"})
+
+
+def _write_index(out: Path, shards: Mapping[str, list[str]], arch: Architecture, itemsize: int) -> None:
+    total = sum(itemsize * int(np.prod(tensor.shape)) for tensor in hf_tensors(arch).values())
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _copy_tokenizer(source: Path, out: Path) -> dict[str, Any]:
+    """Copies the tokenizer's files; returns the special token ids of the source's config.json."""
+    files = [file for pattern in TOKENIZER_FILES for file in sorted(source.glob(pattern))]
+    if not any(file.name.startswith(("tokenizer.", "vocab.")) for file in files):
+        raise FileNotFoundError(f"{source} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    for file in files:
+        shutil.copyfile(file, out / file.name)
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: value for key, value in read_json(source / "config.json").items() if key in keys}

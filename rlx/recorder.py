@@ -1,0 +1,122 @@
+"""Everything a run writes for people: JSONL records, TensorBoard events, the progress bar, the summary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from rlx.config.parse import to_dict
+from rlx.config.schema import Config
+from rlx.metrics.jsonl import write_json
+from rlx.metrics.ledger import Ledger
+from rlx.metrics.names import check_names
+from rlx.metrics.progress import Progress, Shown
+from rlx.metrics.rundir import RunDirectory
+from rlx.metrics.tensorboard import TensorBoard, samples_table
+from rlx.types import Group, Sample
+
+
+class Recorder:
+    """Records of update u carry "update": u; what was written beyond the restored update is dropped at the start."""
+
+    def __init__(self, config: Config, run: RunDirectory, restored: int):
+        self._config, self._run = config, run
+        rewound = run.rewind(restored)
+        write_json(run.config, to_dict(config))
+        self._tensorboard = TensorBoard(run.events, restored, to_dict(config)) if config.metrics.tensorboard else None
+        self.progress = Progress(config.learner.updates, max(restored, 0), config.metrics.skip_updates)
+        if restored >= 0:
+            self.progress.message(
+                f"resumed after update {restored} (dropped {rewound.metrics} metric and {rewound.samples} sample records "
+                f"beyond it)"
+            )
+
+    def update(self, update: int, scalars: Mapping[str, float], groups: Sequence[Group], arrays: dict[str, Any]) -> None:
+        """One update's metrics, its samples, and now and then histograms and sample texts."""
+        check_names(scalars)
+        self._run.metrics.append({"update": update, **scalars})
+        for group in groups:
+            for sample in group.samples:
+                self._run.samples.append({"update": update, "phase": "train", **sample_record(sample)})
+        if self._tensorboard is not None:
+            self._tensorboard.scalars(scalars, update)
+            if update % self._config.metrics.histograms_every == 0:
+                for name, values in arrays.items():
+                    self._tensorboard.histogram(name, np.asarray(values), update)
+            if update % self._config.metrics.samples_every == 0:
+                self._tensorboard.text("response/samples", samples_table(self._chosen(groups)), update)
+        self.progress.update(
+            Shown(
+                reward=scalars["reward/mean"],
+                pass_rate=scalars["reward/pass_rate"],
+                tokens_per_second=scalars.get("throughput/generated_tokens_per_second"),
+                lag=scalars.get("offpolicy/age_mean", 0.0),
+            )
+        )
+
+    def evaluation(self, update: int, scalars: Mapping[str, float], groups: Sequence[Group]) -> None:
+        check_names(scalars)
+        self._run.metrics.append({"update": update, **scalars})
+        for group in groups:
+            for sample in group.samples:
+                self._run.samples.append({"update": update, "phase": "eval", **sample_record(sample)})
+        if self._tensorboard is not None:
+            self._tensorboard.scalars(scalars, update)
+            self._tensorboard.text("eval/samples", samples_table(self._chosen(groups)), update)
+
+    def sft(self, step: int, scalars: Mapping[str, float]) -> None:
+        check_names(scalars)
+        self._run.metrics.append({"update": 0, "step": step, **scalars})
+        if self._tensorboard is not None:
+            self._tensorboard.scalars(scalars, step)
+
+    def ledger(self, ledger: Ledger) -> None:
+        write_json(self._run.ledger, ledger.get_state())
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        write_json(self._run.summary, values)
+
+    def sync(self) -> None:
+        """Everything appended so far is on the disk."""
+        self._run.sync()
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close("success" if error is None else "failure")
+
+    def _chosen(self, groups: Sequence[Group]) -> list[Sample]:
+        """The first samples of the first groups: one from each before a second from any."""
+        most = self._config.metrics.samples_shown
+        by_index = sorted((s for g in groups for s in g.samples), key=lambda s: s.index)
+        return by_index[:most]
+
+
+def sample_record(sample: Sample) -> dict[str, Any]:
+    """One line of samples.jsonl. Log-probs are those of the written tokens."""
+    return {
+        "task": sample.task.id,
+        "group": sample.group,
+        "index": sample.index,
+        "question": sample.task.question,
+        "answer": sample.task.answer,
+        "response": sample.text,
+        "reward": sample.reward,
+        "grade": dict(sample.grade),
+        "stop_reason": sample.stop_reason.value,
+        "prompt_tokens": len(sample.tokens) - sample.num_written,
+        "tokens": sample.tokens.tolist(),
+        "logprobs": sample.logprobs[sample.mask].tolist(),
+        "versions": [dataclasses.astuple(span) for span in sample.version_spans],
+    }

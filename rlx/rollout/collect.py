@@ -1,0 +1,106 @@
+"""Tasks in, graded groups out: every sample of every task is asked of the engine and judged.
+
+The synchronous form: all requests of a collection are sent at once and in a fixed order, and it returns when the last
+is graded. Each request's seed is a function of the run's seed, the group and the sample, so the same run asks for the
+same samples whatever was interrupted in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rlx.envs.chat import ChatTokenizer
+from rlx.envs.graders import Grade, GraderPool
+from rlx.rollout.engine import Completion, Engine, Request
+from rlx.types import Group, Sample, StopReason, Task, VersionSpan
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    zero_reward_truncated: bool
+    seed: int
+
+
+def sample_seeds(seed: int, group: int, count: int) -> tuple[int, ...]:
+    """uint32 seeds of a group's samples; different for every (seed, group, index)."""
+    return tuple(int(s) for s in np.random.SeedSequence([seed, group]).generate_state(count, np.uint32))
+
+
+async def collect(
+    engine: Engine,
+    graders: GraderPool,
+    tokenizer: ChatTokenizer,
+    tasks: Sequence[tuple[int, Task]],
+    sampling: Sampling,
+) -> list[Group]:
+    """One group for each (group number, task). Raises EngineError where the engine cannot serve."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            jobs = [
+                running.create_task(_group(engine, graders, tokenizer, task, number, sampling))
+                for number, task in tasks
+            ]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [job.result() for job in jobs]
+
+
+async def _group(
+    engine: Engine, graders: GraderPool, tokenizer: ChatTokenizer, task: Task, group: int, sampling: Sampling
+) -> Group:
+    prompt = tokenizer.encode_prompt(task.question)
+    request = Request(
+        id=f"{group}:{task.id}",
+        prompt=prompt,
+        seeds=sample_seeds(sampling.seed, group, sampling.group_size),
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+    )
+    completions = await engine.generate(request)
+    texts = [tokenizer.decode(c.tokens) for c in completions]
+    grades = await asyncio.gather(*(asyncio.wrap_future(graders.grade(task, text)) for text in texts))
+    samples = [
+        make_sample(task, group, i, prompt, *judged, sampling=sampling)
+        for i, judged in enumerate(zip(completions, texts, grades, strict=True))
+    ]
+    return Group(task, tuple(samples))
+
+
+def make_sample(
+    task: Task,
+    group: int,
+    index: int,
+    prompt: np.ndarray,
+    completion: Completion,
+    text: str,
+    grade: Grade,
+    *,
+    sampling: Sampling,
+) -> Sample:
+    """Prompt and response as one sequence; what the engine said of the response moves to its tokens' own indices."""
+    start, end = len(prompt), len(prompt) + len(completion.tokens)
+    logprobs = np.zeros(end, np.float32)
+    logprobs[start:] = completion.logprobs
+    cut = completion.stop_reason is StopReason.LENGTH
+    return Sample(
+        task=task,
+        group=group,
+        index=index,
+        tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32),
+        mask=np.arange(end) >= start,
+        logprobs=logprobs,
+        head=completion.head,
+        version_spans=tuple(VersionSpan(s.version, start + s.start, start + s.end) for s in completion.version_spans),
+        stop_reason=completion.stop_reason,
+        text=text,
+        reward=0.0 if cut and sampling.zero_reward_truncated else grade.reward,
+        grade=dataclasses.asdict(grade),
+    )

@@ -1,0 +1,151 @@
+"""A training run in memory: its parts, its state, and how both are opened, saved and restored."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from rlx import assemble
+from rlx.checkpoint import Checkpoints
+from rlx.config.schema import Config
+from rlx.data.packing import PackingConfig
+from rlx.data.pipeline import TaskStream
+from rlx.envs.graders import GraderPool, check_gold_answers
+from rlx.envs.tasks import build_tasks
+from rlx.interrupt import Preemption
+from rlx.learner.state import LearnerState, init_state, make_optimizer
+from rlx.learner.step import StepConfig
+from rlx.metrics.ledger import Ledger
+from rlx.metrics.rundir import open_run
+from rlx.metrics.timers import Timers
+from rlx.parallel import runtime
+from rlx.recorder import Recorder
+from rlx.rollout.local import LocalEngine
+from rlx.types import Task
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far the run is. With the stream's and the ledger's state it is what a checkpoint holds beside the arrays."""
+
+    update: int = 0  # iterations of the loop done
+    no_signal_streak: int = 0  # collections in a row without any signal
+    evals: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # label -> EvalResult
+    seconds: float = 0.0  # wall time of the earlier processes of this run
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts never change; the learner's state, progress and ledger do."""
+
+    config: Config
+    directory: Path
+    model: assemble.Model
+    optimizer: optax.GradientTransformation
+    step: StepConfig
+    packing: PackingConfig
+    stream: TaskStream
+    held_out: list[Task]
+    engine: LocalEngine
+    graders: GraderPool
+    checkpoints: Checkpoints
+    recorder: Recorder
+    preemption: Preemption
+    timers: Timers
+    compilations: runtime.CompilationCounter
+    state: LearnerState
+    progress: Progress
+    ledger: Ledger
+    resumed: bool
+    started: float  # time.monotonic() of this process's start
+
+    @property
+    def version(self) -> int:
+        return int(self.state.version)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, earlier processes included."""
+        return self.progress.seconds + time.monotonic() - self.started
+
+    def policy(self) -> Any:
+        """The parameters that engines should serve now."""
+        return assemble.policy_params(self.config, self.model, self.state.trainable)
+
+    def host_state(self) -> dict[str, Any]:
+        """JSON: everything a resumed run continues from, beside the learner's arrays."""
+        return {
+            "progress": {**dataclasses.asdict(self.progress), "seconds": self.seconds},
+            "stream": self.stream.get_state(),
+            "ledger": self.ledger.get_state(),
+        }
+
+    def save(self, host: dict[str, Any]) -> None:
+        """Start a checkpoint of the learner's state with `host`, which must be of the same moment."""
+        self.recorder.sync()
+        self.recorder.ledger(self.ledger)
+        self.checkpoints.save(host["progress"]["update"], self.state, host)
+
+
+@contextlib.contextmanager
+def open_training(config: Config) -> Iterator[Run]:
+    """Build the parts in the order in which they can fail cheaply, and restore the newest checkpoint.
+
+    Raises:
+      ValueError, OSError: tasks, model or tokenizer that cannot be used; says what to do.
+      RunDirectoryError, CheckpointError: a run directory that cannot be used as asked.
+    """
+    started = time.monotonic()
+    runtime.use_compilation_cache(config.run.compilation_cache)
+    train_tasks, held_out = build_tasks(config.tasks)
+    weights = {name: source.weight for name, source in config.tasks.sources.items()}
+    stream = TaskStream(train_tasks, weights, config.tasks.seed)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(open_run(Path(config.run.directory) / config.run.name, config.run.resume))
+        preemption = stack.enter_context(Preemption())
+        graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in train_tasks})))
+        check_gold_answers(graders, train_tasks)
+
+        model = assemble.load_model(config)
+        optimizer = make_optimizer(config.learner)
+        state = init_state(model.arch, config.lora, model.params, optimizer, jax.random.key(config.run.seed))
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(directory.checkpoints, config.checkpoint.keep)))
+        progress, ledger, restored = Progress(), Ledger(), None
+        if checkpoints.latest_step is not None:
+            restored = checkpoints.restore(state)
+            state, progress = restored.state, Progress(**restored.host["progress"])
+            stream.set_state(restored.host["stream"])
+            ledger.set_state(restored.host["ledger"])
+
+        samples = config.rollout.tasks_per_update * config.rollout.group_size
+        policy = assemble.policy_params(config, model, state.trainable)
+        recorder = Recorder(config, directory, -1 if restored is None else restored.step)
+        yield Run(
+            config=config,
+            directory=directory.path,
+            model=model,
+            optimizer=optimizer,
+            step=assemble.step_config(config, model.arch, samples),
+            packing=assemble.packing_config(config, samples, assemble.head_size(config)),
+            stream=stream,
+            held_out=held_out,
+            engine=assemble.make_engine(config, model, policy, int(state.version)),
+            graders=graders,
+            checkpoints=checkpoints,
+            recorder=stack.enter_context(recorder),
+            preemption=preemption,
+            timers=Timers(config.metrics.skip_updates),
+            compilations=runtime.CompilationCounter(),
+            state=state,
+            progress=progress,
+            ledger=ledger,
+            resumed=restored is not None,
+            started=started,
+        )

@@ -1,0 +1,143 @@
+"""Supervised fine-tuning on JSONL of {"question", "response"}: a cold start before RL, or a model of its own.
+
+    rlx sft --config=configs/quickstart.py --config.sft.path=examples.jsonl --config.sft.steps=50
+
+It is the learner's own update: the negative log-likelihood is the REINFORCE loss with advantage 1 at every response
+token, its mean over the tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+from rlx import assemble
+from rlx.config.errors import ConfigError
+from rlx.config.flags import config_or_exit
+from rlx.config.schema import Config
+from rlx.data.packing import Trajectory, pack
+from rlx.envs.chat import ChatTokenizer
+from rlx.export import write_policy
+from rlx.learner.state import LearnerState, init_state, make_optimizer
+from rlx.learner.step import update
+from rlx.parallel import runtime
+from rlx.run import Run
+
+Report = Callable[[int, dict[str, float]], None]
+
+
+def read_examples(path: str, tokenizer: ChatTokenizer, row_tokens: int) -> list[Trajectory]:
+    """The examples of a JSONL file, tokenised. Raises ValueError with file, line and what is wrong there."""
+    examples = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error})") from error
+        missing = [k for k in ("question", "response") if not isinstance(record, dict) or not record.get(k)]
+        if missing:
+            raise ValueError(f"{where}: {' and '.join(missing)} missing or empty; a line is {{question, response}}")
+        tokens, mask = tokenizer.encode_example(str(record["question"]), str(record["response"]))
+        if len(tokens) > row_tokens:
+            raise ValueError(f"{where}: {len(tokens)} tokens; learner.row_tokens holds {row_tokens}")
+        zeros = np.zeros(len(tokens), np.float32)
+        examples.append(Trajectory(tokens, mask, 1.0, zeros, zeros.astype(np.int32), None))
+    if not examples:
+        raise ValueError(f"{path}: no examples in it")
+    return examples
+
+
+def supervise(
+    config: Config, model: assemble.Model, state: LearnerState, report: Report, check: Callable[[], None]
+) -> LearnerState:
+    """`config.sft.steps` optimizer steps from `state`; the result has a version of 0 and a fresh optimizer for RL.
+
+    `report` gets each step's metrics; `check` is called between steps and may raise.
+    """
+    examples = read_examples(config.sft.path, model.tokenizer, config.learner.row_tokens)
+    batch_size = min(config.sft.batch_size, len(examples))
+    learner = dataclasses.replace(
+        config.learner,
+        learning_rate=config.sft.learning_rate,
+        updates=config.sft.steps,
+        schedule="constant",
+        warmup_updates=0,
+        row_targets=0,
+    )
+    config = dataclasses.replace(config, learner=learner, objective=_likelihood(config))
+    step = dataclasses.replace(assemble.step_config(config, model.arch, batch_size), temperature=1.0)
+    packing = dataclasses.replace(
+        assemble.packing_config(config, batch_size, 0), capacity=-(-batch_size // learner.micro_batch_rows)
+    )
+    optimizer = make_optimizer(learner)
+    order = _batches(len(examples), batch_size, config.run.seed)
+    state = state.replace(optimizer=optimizer.init(state.trainable))
+    for i in range(config.sft.steps):
+        check()
+        packed = pack([examples[j] for j in next(order)], packing)
+        state, scalars, _ = update(step, optimizer, state, model.params, assemble.device_batch(packed))
+        scalars = jax.device_get(scalars)
+        if not scalars["finite"]:
+            raise ValueError(f"supervised step {i + 1}: loss or gradient is not finite; lower sft.learning_rate")
+        report(
+            i + 1,
+            {
+                "sft/loss": float(scalars["loss"]),
+                "sft/grad_norm": float(scalars["grad_norm"]),
+                "sft/learning_rate": learner.learning_rate,
+            },
+        )
+    return state
+
+
+def cold_start(run: Run) -> None:
+    """Move the run's policy by supervised steps before its first update; it is version 0 still."""
+    with run.timers("update"):
+        state = supervise(run.config, run.model, run.state, run.recorder.sft, run.preemption.check)
+    run.state = state.replace(
+        version=run.state.version * 0, optimizer=run.optimizer.init(state.trainable)
+    )
+
+
+def _likelihood(config: Config):
+    distill = dataclasses.replace(config.objective.distill, form="off")
+    return dataclasses.replace(
+        config.objective,
+        loss="reinforce",
+        centering="off",
+        aggregation="token_mean",
+        sequence_mask="off",
+        entropy_coefficient=0.0,
+        kl_coefficient=0.0,
+        distill=distill,
+    )
+
+
+def _batches(count: int, size: int, seed: int):
+    """Endless batches of indices, each epoch in a new order; a batch never has an index twice."""
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(count)
+        for start in range(0, count - size + 1, size):
+            yield order[start : start + size]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`rlx sft`: writes the tuned model beside the run's records."""
+    argv = sys.argv if argv is None else argv
+    config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
+    if not config.sft.steps:
+        print("rlx sft: config.sft.steps is 0: nothing to do; give --config.sft.steps and --config.sft.path", file=sys.stderr)
+        return 2
+    ...
+    return 0

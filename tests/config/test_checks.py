@@ -1,0 +1,131 @@
+import math
+
+import pytest
+
+from rlx.config.checks import check
+from rlx.config.errors import ConfigError
+from rlx.config.parse import parse
+from rlx.config.schema import Config
+
+
+def problems(config: Config) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return caught.value.problems
+
+
+def test_a_right_configuration_passes(tree):
+    check(parse(tree))
+
+
+# Every row: the keys to set, the key that must be named, a part of the way out.
+WRONG = [
+    ({"rollout.group_size": 0}, "rollout.group_size", "must be at least 1"),
+    ({"rollout.group_size": 1}, "rollout.group_size", "at least 2"),
+    ({"rollout.group_size": 1, "objective.advantage": "none"}, "rollout.filter_no_signal", "set it to False"),
+    ({"rollout.temperature": 0.0}, "rollout.temperature", "above 0"),
+    ({"rollout.temperature": math.nan}, "rollout.temperature", "above 0"),
+    ({"rollout.max_new_tokens": 256}, "rollout.max_new_tokens", "config.engine.context = 256"),
+    ({"rollout.top_p": 0.9}, "rollout.top_p", "set it to 1.0"),
+    ({"rollout.top_k": 40}, "rollout.top_k", "set it to 0"),
+    ({"rollout.min_p": 0.05}, "rollout.min_p", "set it to 0.0"),
+    ({"rollout.head_size": 0}, "rollout.head_size", "config.objective.centering = 'tis'"),
+    ({"rollout.no_signal_limit": 0}, "rollout.no_signal_limit", "at least 1"),
+    ({"engine.prefill_buckets": (64, 32)}, "engine.prefill_buckets", "ascending"),
+    ({"engine.prefill_buckets": ()}, "engine.prefill_buckets", "ascending"),
+    ({"engine.prefill_buckets": (32, 512)}, "engine.prefill_buckets", "config.engine.context = 256"),
+    ({"engine.prefill_rows": 65}, "engine.prefill_rows", "config.engine.slots = 64"),
+    ({"learner.row_tokens": 128}, "learner.row_tokens", "set at least 256"),
+    ({"learner.row_targets": 512}, "learner.row_targets", "config.learner.row_tokens = 256"),
+    ({"learner.row_targets": 32}, "learner.row_targets", "set at least 64"),
+    ({"learner.learning_rate": -1e-4}, "learner.learning_rate", "above 0"),
+    ({"learner.learning_rate": math.inf}, "learner.learning_rate", "finite"),
+    ({"objective.kl_coefficient": math.nan}, "objective.kl_coefficient", "finite"),
+    ({"learner.b2": 1.0}, "learner.b2", "[0, 1)"),
+    ({"learner.warmup_updates": 101}, "learner.warmup_updates", "config.learner.updates = 100"),
+    ({"learner.final_learning_rate_fraction": 0.1}, "learner.final_learning_rate_fraction", "'cosine'"),
+    ({"learner.final_learning_rate_fraction": 2.0}, "learner.final_learning_rate_fraction", "[0, 1]"),
+    ({"lora.rank": -1}, "lora.rank", "0 or more"),
+    ({"lora.alpha": 0.0}, "lora.alpha", "above 0"),
+    ({"lora.targets": ("q_porj",)}, "lora.targets[0]", "the nearest is 'q_proj'"),
+    ({"lora.targets": ("q_proj", "q_proj")}, "lora.targets", "q_proj twice"),
+    ({"lora.targets": ()}, "lora.targets", "config.lora.rank = 0"),
+    ({"model.path": ""}, "model.path", "make model"),
+    ({"model.path": "/nowhere/at/all"}, "model.path", "no such directory"),
+    ({"model.path": "."}, "model.path", "no config.json"),
+    ({"tasks.sources": {}}, "tasks.sources", "source(...)"),
+    ({"tasks.held_out": 2000}, "tasks.held_out", "none of the 2000 tasks"),
+    ({"tasks.sources.chain.weight": 0.0}, "tasks.sources.chain.weight", "above 0"),
+    ({"tasks.sources.chain.size": 0}, "tasks.sources.chain.size", "at least 1"),
+    ({"tasks.sources.chain.path": "/nowhere.jsonl"}, "tasks.sources.chain", "exactly one"),
+    ({"tasks.sources.chain.dataset": ""}, "tasks.sources.chain", "exactly one"),
+    ({"sft.steps": 10}, "sft.path", "config.sft.steps = 10"),
+    ({"eval.k": (1, 4)}, "eval.k", "config.eval.attempts_per_task = 2"),
+    ({"eval.k": (0,)}, "eval.k", "at least 1"),
+    ({"eval.k": (1, 1)}, "eval.k", "distinct"),
+    ({"eval.confidence": 95.0}, "eval.confidence", "e.g. 0.95"),
+    ({"eval.every": 5, "tasks.held_out": 0}, "eval.every", "config.tasks.held_out"),
+    ({"checkpoint.every": 0}, "checkpoint.every", "at least 1"),
+    ({"run.name": "a/b"}, "run.name", "config.run.directory"),
+    ({"run.directory": ""}, "run.directory", "'runs'"),
+    ({"run.seed": 2**32}, "run.seed", "below 2**32"),
+    ({"objective.tis_cap": 0.0}, "objective.tis_cap", "at least 1"),
+    ({"objective.loss": "reinforce"}, "objective.loss", "'none' goes with reinforce"),
+    (
+        {"objective.distill.weights": (math.nan,), "objective.distill.form": "sampled"},
+        "objective.distill.weights",
+        "above 0",
+    ),
+]
+
+
+def changed(tree, changes) -> Config:
+    values = tree.to_dict()
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        place = values
+        for section in sections:
+            place = place[section]
+        place[key] = value
+    return parse(values)
+
+
+@pytest.mark.parametrize("changes, key, way_out", WRONG, ids=[str(row[0]) for row in WRONG])
+def test_a_wrong_configuration_is_named_with_its_value_and_the_way_out(tree, changes, key, way_out):
+    lines = problems(changed(tree, changes))
+    named = [line for line in lines if line.startswith((f"config.{key} = ", f"config.{key} has "))]
+    assert any(way_out in line for line in named), lines
+
+
+def test_a_source_name_with_a_slash_is_refused(tree):
+    values = tree.to_dict()
+    values["tasks"]["sources"]["a/b"] = values["tasks"]["sources"]["chain"]
+    assert any(line.startswith("config.tasks.sources.a/b: ") for line in problems(parse(values)))
+
+
+def test_a_task_file_that_does_not_exist_is_named(tree):
+    changes = {"tasks.sources.chain.dataset": "", "tasks.sources.chain.path": "/nowhere.jsonl"}
+    assert "config.tasks.sources.chain.path = '/nowhere.jsonl': no such file" in problems(changed(tree, changes))
+
+
+def test_every_contradiction_comes_at_once(tree):
+    changes = {"checkpoint.keep": 0, "model.path": "", "eval.k": ()}
+    keys = [line.split(" = ")[0] for line in problems(changed(tree, changes))]
+    assert keys == ["config.checkpoint.keep", "config.model.path", "config.eval.k"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora.rank": 0, "lora.targets": ()},
+        {"rollout.group_size": 1, "rollout.filter_no_signal": False, "objective.advantage": "none"},
+        {"rollout.head_size": 0, "objective.centering": "off"},
+        {"learner.schedule": "cosine", "learner.final_learning_rate_fraction": 0.1},
+        {"learner.warmup_updates": 100},
+        {"learner.row_targets": 64},
+        {"eval.temperature": 0.0},
+    ],
+    ids=str,
+)
+def test_the_way_out_is_accepted(tree, changes):
+    check(changed(tree, changes))

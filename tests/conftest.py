@@ -1,0 +1,45 @@
+"""What all tests share: 24 virtual CPU devices, a compilation cache, checked shapes, no network.
+
+Environment variables must be set before jax is imported, so this file sets them at its own import. JAX_PLATFORMS can
+be given from outside, to run the tests of kernels on an accelerator.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+DEVICES = 24
+ROOT = Path(__file__).resolve().parents[1]
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could set its virtual devices")
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    devices_flag = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices_flag}".strip()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# After the environment: these may import jax.
+from jaxtyping import install_import_hook  # noqa: E402
+
+import tests.typechecks  # noqa: E402
+
+install_import_hook(tests.typechecks.CHECKED, "tests.typechecks.array_functions")
+
+
+@pytest.fixture(scope="session")
+def devices8():
+    """Eight devices to build meshes of."""
+    import jax
+
+    devices = jax.devices()
+    if len(devices) < 8:
+        pytest.skip(f"needs 8 devices, the {devices[0].platform} backend has {len(devices)}")
+    return devices[:8]

@@ -1,6 +1,6 @@
 """Every key of a run, its unit and its default. Recipes start from `get_config()` and change what they need.
 
-    rlx train --config=configs/base.py --config.model.path=models/my-model
+rlx train --config=configs/base.py --config.model.path=models/my-model
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """GRPO-style RL of SmolLM2-135M-Instruct on arithmetic, on two CPU cores.
 
-    make train
-    rlx train --config=configs/quickstart.py --config.learner.learning_rate=5e-4
+make train
+rlx train --config=configs/quickstart.py --config.learner.learning_rate=5e-4
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ def get_config(variant: str = "") -> ConfigDict:
     c.model.path = "models/smollm2-135m-instruct"
     c.tasks.sources.sums = base.source(
         dataset="chain_sum",
-        options=ConfigDict(dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)),
+        options=ConfigDict({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
         size=4000,
     )
     c.tasks.held_out = 200

@@ -121,5 +121,5 @@ def packing_config(config: Config, num_sequences: int, head: int) -> PackingConf
 
 def device_batch(packed: PackedBatch) -> Batch:
     """The packed batch on the device."""
-    arrays = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
-    return Batch(**{name: None if x is None else jnp.asarray(x) for name, x in arrays.items()})
+    # Each array of the batch has its twin of the same name, so a forgotten one fails here.
+    return Batch(**{f.name: jax.tree.map(jnp.asarray, getattr(packed, f.name)) for f in dataclasses.fields(packed)})

@@ -6,17 +6,29 @@ evaluates the newest checkpoint of that run, or the model itself where there is 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from absl import flags
 
-from rlx.config.schema import EvalConfig
+from rlx import assemble
+from rlx.checkpoint import Checkpoints
+from rlx.config.flags import config_or_exit
+from rlx.config.schema import Config, EvalConfig
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.graders import GraderPool
+from rlx.envs.tasks import build_tasks
+from rlx.learner.state import init_state, make_optimizer
 from rlx.metrics.rollout import PASS
 from rlx.metrics.statistics import pass_at_k, wilson_interval
+from rlx.parallel import runtime
 from rlx.rollout.collect import Sampling, collect
 from rlx.rollout.engine import Engine
 from rlx.types import Group, StopReason, Task
@@ -90,3 +102,41 @@ def summarise(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
             source: float(np.mean([s.reward >= PASS for s in samples if s.task.source == source])) for source in sources
         },
     )
+
+
+def evaluate_run(config: Config) -> tuple[int, EvalResult]:
+    """(version, result) of the newest checkpoint of the run that `config` names; of the model itself where it has none.
+
+    Raises what `rlx.run.open_training` raises for tasks, model and checkpoint.
+    """
+    runtime.use_compilation_cache(config.run.compilation_cache)
+    _, held_out = build_tasks(config.tasks)
+    model = assemble.load_model(config)
+    state = init_state(
+        model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(config.run.seed)
+    )
+    directory = Path(config.run.directory) / config.run.name / "checkpoints"
+    if directory.is_dir():
+        checkpoints = Checkpoints(directory, config.checkpoint.keep)
+        state = checkpoints.restore(state).state if checkpoints.latest_step is not None else state
+        checkpoints.close()
+    version = int(state.version)
+    policy = assemble.policy_params(config, model, state.trainable)
+    engine = assemble.make_engine(config, model, policy, version)
+    with GraderPool(config.grader, sorted({t.grader for t in held_out})) as graders:
+        job = evaluate(engine, graders, model.tokenizer, held_out, config.eval, assemble.eval_sampling(config))
+        return version, asyncio.run(job)[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`rlx evaluate`: prints the result; its last line is JSON."""
+    argv = sys.argv if argv is None else argv
+    config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
+    version, result = evaluate_run(config)
+    print(f"version {version}: {result}")
+    print(json.dumps({"version": version, **result.to_dict()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,11 +31,13 @@ class Recorder:
         self.progress = Progress(config.learner.updates, max(restored, 0), config.metrics.skip_updates)
         if restored >= 0:
             self.progress.message(
-                f"resumed after update {restored} (dropped {rewound.metrics} metric and {rewound.samples} sample records "
-                f"beyond it)"
+                f"resumed after update {restored}; dropped {rewound.metrics} metric and {rewound.samples} sample "
+                "records beyond it"
             )
 
-    def update(self, update: int, scalars: Mapping[str, float], groups: Sequence[Group], arrays: dict[str, Any]) -> None:
+    def update(
+        self, update: int, scalars: Mapping[str, float], groups: Sequence[Group], arrays: Mapping[str, Sequence[float]]
+    ) -> None:
         """One update's metrics, its samples, and now and then histograms and sample texts."""
         check_names(scalars)
         self._run.metrics.append({"update": update, **scalars})

@@ -116,7 +116,8 @@ def open_training(config: Config) -> Iterator[Run]:
         model = assemble.load_model(config)
         optimizer = make_optimizer(config.learner)
         state = init_state(model.arch, config.lora, model.params, optimizer, jax.random.key(config.run.seed))
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(directory.checkpoints, config.checkpoint.keep)))
+        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
+        stack.callback(checkpoints.close)
         progress, ledger, restored = Progress(), Ledger(), None
         if checkpoints.latest_step is not None:
             restored = checkpoints.restore(state)

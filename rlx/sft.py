@@ -11,20 +11,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from tqdm import tqdm
 
 from rlx import assemble
-from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
+from rlx.config.objective import ObjectiveConfig
 from rlx.config.schema import Config
 from rlx.data.packing import Trajectory, pack
 from rlx.envs.chat import ChatTokenizer
-from rlx.export import write_policy
+from rlx.export import write_merged
 from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import update
 from rlx.parallel import runtime
@@ -76,12 +78,12 @@ def supervise(
     )
     config = dataclasses.replace(config, learner=learner, objective=_likelihood(config))
     step = dataclasses.replace(assemble.step_config(config, model.arch, batch_size), temperature=1.0)
-    packing = dataclasses.replace(
-        assemble.packing_config(config, batch_size, 0), capacity=-(-batch_size // learner.micro_batch_rows)
-    )
+    # Responses may be as long as a row, so at worst each has one of its own.
+    capacity = -(-batch_size // learner.micro_batch_rows)
+    packing = dataclasses.replace(assemble.packing_config(config, batch_size, 0), capacity=capacity)
     optimizer = make_optimizer(learner)
     order = _batches(len(examples), batch_size, config.run.seed)
-    state = state.replace(optimizer=optimizer.init(state.trainable))
+    state = dataclasses.replace(state, optimizer=optimizer.init(state.trainable))
     for i in range(config.sft.steps):
         check()
         packed = pack([examples[j] for j in next(order)], packing)
@@ -104,12 +106,12 @@ def cold_start(run: Run) -> None:
     """Move the run's policy by supervised steps before its first update; it is version 0 still."""
     with run.timers("update"):
         state = supervise(run.config, run.model, run.state, run.recorder.sft, run.preemption.check)
-    run.state = state.replace(
-        version=run.state.version * 0, optimizer=run.optimizer.init(state.trainable)
-    )
+    zero = jnp.zeros((), jnp.int32)
+    run.state = dataclasses.replace(state, version=zero, optimizer=run.optimizer.init(state.trainable))
 
 
-def _likelihood(config: Config):
+def _likelihood(config: Config) -> ObjectiveConfig:
+    """The run's objective with everything off but the log-likelihood."""
     distill = dataclasses.replace(config.objective.distill, form="off")
     return dataclasses.replace(
         config.objective,
@@ -123,7 +125,7 @@ def _likelihood(config: Config):
     )
 
 
-def _batches(count: int, size: int, seed: int):
+def _batches(count: int, size: int, seed: int) -> Iterator[np.ndarray]:
     """Endless batches of indices, each epoch in a new order; a batch never has an index twice."""
     rng = np.random.default_rng(seed)
     while True:
@@ -133,11 +135,31 @@ def _batches(count: int, size: int, seed: int):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`rlx sft`: writes the tuned model beside the run's records."""
+    """`rlx sft`: tunes the model and writes it to <run.directory>/<run.name>/sft as a Hugging Face directory."""
     argv = sys.argv if argv is None else argv
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
+    directory = Path(config.run.directory) / config.run.name / "sft"
     if not config.sft.steps:
-        print("rlx sft: config.sft.steps is 0: nothing to do; give --config.sft.steps and --config.sft.path", file=sys.stderr)
+        print("rlx sft: config.sft.steps = 0: nothing to do; give --config.sft.steps=50", file=sys.stderr)
         return 2
-    ...
+    if directory.exists():
+        print(f"rlx sft: {directory} exists; choose another --config.run.name or remove it", file=sys.stderr)
+        return 2
+    runtime.use_compilation_cache(config.run.compilation_cache)
+    model = assemble.load_model(config)
+    optimizer = make_optimizer(config.learner)
+    state = init_state(model.arch, config.lora, model.params, optimizer, jax.random.key(config.run.seed))
+    with tqdm(total=config.sft.steps, desc="sft") as bar:
+
+        def report(step: int, scalars: dict[str, float]) -> None:
+            bar.set_postfix_str(f"loss {scalars['sft/loss']:.3f}")
+            bar.update()
+
+        state = supervise(config, model, state, report, lambda: None)
+    write_merged(config, model, state, directory)
+    print(f"the tuned model is in {directory}: train it with --config.model.path={directory}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

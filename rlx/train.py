@@ -301,7 +301,9 @@ def describe(summary: dict[str, Any]) -> str:
     lines = []
     for label in ("base", "before", "after"):
         low, high = summary[f"eval/interval_{label}"]
-        lines.append(f"held-out pass rate {label:>7}: {summary[f'eval/pass_rate_{label}']:.3f}  [{low:.3f}, {high:.3f}]")
+        lines.append(
+            f"held-out pass rate {label:>7}: {summary[f'eval/pass_rate_{label}']:.3f}  [{low:.3f}, {high:.3f}]"
+        )
     lines.append(
         f"{summary['eval/attempts']} attempts each; {summary['updates']} updates in {summary['seconds']:.0f} s, "
         f"{summary['peak_memory_gib']:.1f} GiB; trained policy in {summary['policy']}"
@@ -315,11 +317,13 @@ def refuse_unsupported(config: Config) -> None:
     if config.objective.advantage == "gae":
         problems.append("config.objective.advantage = 'gae': rlx train gives one advantage a sample; use 'group_mean'")
     if config.objective.kl_coefficient:
-        value = config.objective.kl_coefficient
-        problems.append(f"config.objective.kl_coefficient = {value}: rlx train has no reference model yet; set it to 0")
+        coefficient = config.objective.kl_coefficient
+        problems.append(
+            f"config.objective.kl_coefficient = {coefficient}: rlx train has no reference model; set it to 0"
+        )
     if config.objective.distill.form != "off":
-        value = config.objective.distill.form
-        problems.append(f"config.objective.distill.form = {value!r}: rlx train has no teacher yet; set it to 'off'")
+        form = config.objective.distill.form
+        problems.append(f"config.objective.distill.form = {form!r}: rlx train has no teacher; set it to 'off'")
     if problems:
         raise ConfigError(*problems)
 

@@ -72,7 +72,7 @@ def capacity_for(samples: int, longest: int, longest_targets: int, row_tokens: i
 
 
 def plan_rows(sizes: Sequence[tuple[int, int]], row_tokens: int, row_targets: int) -> list[list[int]]:
-    """First-fit decreasing: which trajectories, given as (tokens, targets), share a row. Stable: equal sizes keep order.
+    """First-fit decreasing: which trajectories, given as (tokens, targets), share a row. Equal sizes keep their order.
 
     Raises ValueError for a trajectory that no row can hold.
     """
@@ -82,8 +82,8 @@ def plan_rows(sizes: Sequence[tuple[int, int]], row_tokens: int, row_targets: in
         tokens, targets = sizes[i]
         if tokens > row_tokens or targets > row_targets:
             raise ValueError(
-                f"trajectory {i} has {tokens} tokens and {targets} targets; a row holds {row_tokens} and {row_targets}. "
-                "Raise learner.row_tokens or learner.row_targets, or shorten the samples."
+                f"trajectory {i} has {tokens} tokens, {targets} of them targets; a row holds {row_tokens} and "
+                f"{row_targets}. Raise learner.row_tokens or learner.row_targets, or shorten the samples."
             )
         at = next((j for j, (t, n) in enumerate(free) if t >= tokens and n >= targets), None)
         if at is None:

@@ -25,7 +25,7 @@ class LearnerState:
 
 
 def learning_rate(config: LearnerConfig) -> optax.Schedule:
-    """Updates -> learning rate: linear warm-up from 0, then constant, or linear or cosine decay to the final fraction."""
+    """Updates -> learning rate: linear warm-up from 0, then constant, linear or cosine decay to the final fraction."""
     peak, warmup = config.learning_rate, config.warmup_updates
     rest = max(config.updates - warmup, 1)
     final = config.final_learning_rate_fraction

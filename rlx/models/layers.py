@@ -17,7 +17,9 @@ def rms_norm(x: Float[Array, "*batch d"], weight: Float[Array, " d"], eps: float
     return normed.astype(x.dtype) * weight
 
 
-def rope(x: Float[Array, "*batch heads d"], positions: Int[Array, "*batch"], theta: float) -> Float[Array, "*batch heads d"]:
+def rope(
+    x: Float[Array, "*batch heads d"], positions: Int[Array, "*batch"], theta: float
+) -> Float[Array, "*batch heads d"]:
     """Rotary position embedding (arXiv 2104.09864), half-split: dimension i rotates with i + d/2."""
     half = x.shape[-1] // 2
     inverse_frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -60,10 +62,8 @@ def attention(
     return jnp.einsum("rkgqs,rskd->rqkgd", weights, value).reshape(rows, length, heads, dim)
 
 
-def packed_causal_mask(
-    positions: Int[Array, "rows t"], segment_ids: Int[Array, "rows t"]
-) -> Bool[Array, "rows t t"]:
-    """Token t sees token s of its own segment at an earlier or equal position. Segment 0 is padding and sees nothing."""
+def packed_causal_mask(positions: Int[Array, "rows t"], segment_ids: Int[Array, "rows t"]) -> Bool[Array, "rows t t"]:
+    """Token t sees token s of its own segment at an earlier or equal position. Segment 0 is padding, sees nothing."""
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     earlier = positions[:, None, :] <= positions[:, :, None]
     return same & earlier & (segment_ids > 0)[:, :, None]

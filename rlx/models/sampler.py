@@ -136,7 +136,8 @@ def admit(
 
     last = lengths[admission.prompt] - 1
     zeros = jnp.zeros_like(last)
-    return slots.replace(
+    return dataclasses.replace(
+        slots,
         keys=fill(slots.keys, keys),
         values=fill(slots.values, values),
         token=put(slots.token, tokens[admission.prompt, last]),
@@ -172,7 +173,8 @@ def _step(arch: Architecture, config: SamplerConfig, params: Params, slots: Slot
     count = slots.count + slots.active
     stopped = slots.active & jnp.isin(new.tokens, jnp.array(config.stop_ids, jnp.int32))
     position = slots.position + slots.active
-    return slots.replace(
+    return dataclasses.replace(
+        slots,
         keys=tuple(keys),
         values=tuple(values),
         token=jnp.where(slots.active, new.tokens, slots.token),

@@ -92,7 +92,7 @@ def per_slice_mean(config, stats, targets):
 def multiplied_mask(config, stats, targets):
     """Masking by multiplication, without a `where` before the mathematics."""
     loss, metrics = objective(config, stats, targets)
-    return loss + jnp.sum(targets.mask * stats.logprob), metrics
+    return loss + jnp.sum(targets.mask.astype(float) * stats.logprob), metrics
 
 
 @pytest.mark.parametrize("wrong", [per_slice_mean, multiplied_mask])

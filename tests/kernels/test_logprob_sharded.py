@@ -57,7 +57,7 @@ def loss(stats, given):
     def total(hidden, head):
         out = stats(hidden, head, *given[2:])
         weights = jnp.cos(jnp.arange(TOKENS))
-        candidates = (jnp.asarray(out.candidate_logprobs) * jnp.sin(jnp.arange(K))).sum(1)
+        candidates = jnp.asarray(out.candidate_logprobs) @ jnp.sin(jnp.arange(K))
         return ((out.logprob + 0.3 * out.logsumexp - 0.5 * out.entropy + candidates) * weights).sum()
 
     return total
@@ -80,13 +80,11 @@ def test_values_and_gradients_are_those_of_one_device(name, dp, tp):
 
 def test_gradients_taken_inside_shard_map_are_those_of_one_device():
     """Each device differentiates its own tokens' loss: the head's gradient is still summed over 'dp'."""
-    given = arrays()
+    given, per_device = arrays(), IMPLEMENTATIONS["xla_chunks_of_4"]
 
     def step(hidden, head, targets, candidates):
         def total(hidden, head):
-            out = IMPLEMENTATIONS["xla_chunks_of_4"](
-                hidden, head, targets, candidates, temperature=0.8, vocab_axis="tp"
-            )
+            out = per_device(hidden, head, targets, candidates, temperature=0.8, vocab_axis="tp")
             return sum(sign * x.sum() for sign, x in zip((1, 1, -1, 1), out, strict=True))
 
         return jax.grad(total, (0, 1))(hidden, head)

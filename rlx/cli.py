@@ -1,0 +1,41 @@
+"""The `rlx` command: one word, then what that program takes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+# Imported when they are asked for: `rlx --help` needs no jax.
+COMMANDS = {
+    "train": ("rlx.train", "train a policy by RL"),
+    "sft": ("rlx.sft", "supervised fine-tuning on JSONL"),
+    "evaluate": ("rlx.evaluate", "pass rate of a run's newest checkpoint on held-out tasks"),
+    "export": ("rlx.export", "a run's newest checkpoint as a Hugging Face directory"),
+    "verify-model": ("rlx.verify", "check a checkpoint against stored logits and gradient norms"),
+}
+
+
+def usage() -> str:
+    lines = [f"  rlx {name:<14} {meaning}" for name, (_, meaning) in COMMANDS.items()]
+    return "usage: rlx COMMAND ...\n\n" + "\n".join(lines) + "\n\n`rlx COMMAND --help` says what a command takes."
+
+
+def main() -> int:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("", "-h", "--help", "help"):
+        print(usage())
+        return 0 if name else 2
+    if name not in COMMANDS:
+        print(f"rlx: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    program = importlib.import_module(COMMANDS[name][0])
+    arguments = sys.argv[2:] if name == "verify-model" else [f"rlx {name}", *sys.argv[2:]]
+    try:
+        return program.main(arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        # What a user can mend says so itself; a traceback would bury it. RLX_TRACEBACK=1 shows it all the same.
+        if os.environ.get("RLX_TRACEBACK"):
+            raise
+        print(f"rlx {name}: {error}", file=sys.stderr)
+        return 1

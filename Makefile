@@ -100,7 +100,7 @@ docs: $(STAMP)  ## docs/configuration.md, from configs/base.py
 
 .PHONY: bench
 bench: $(STAMP)  ## every file of bench/
-	@for file in $(sort $(wildcard bench/*.py)); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+	@for file in $(sort $(wildcard bench/*.py)); do echo "== $$file"; $(BIN)/python -m "bench.$$(basename "$$file" .py)" $(ARGS); done
 
 .PHONY: notebooks
 notebooks: $(STAMP)  ## notebooks/*.ipynb, from experiments/*.py

@@ -15,12 +15,12 @@ def get_config(variant: str = "") -> ConfigDict:
     c = base.get_config()
     c.run.name = "quickstart"
     c.model.path = "models/smollm2-135m-instruct"
-    c.tasks.sources.sums = base.source(
-        dataset="chain_sum",
-        options=ConfigDict({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
-        size=4000,
-    )
-    c.tasks.held_out = 200
+    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    two_digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    c.tasks.sources.one_digit = base.source(dataset="chain_sum", options=ConfigDict(one_digit), size=1000, weight=0.3)
+    c.tasks.sources.two_digits = base.source(dataset="chain_sum", options=ConfigDict(two_digits), size=4000, weight=0.7)
+    c.tasks.held_out = 100
+    c.eval.attempts_per_task = 4
     c.rollout.max_new_tokens = 20
     c.engine.context = 96
     c.engine.prefill_buckets = (64,)

@@ -39,3 +39,7 @@ def main() -> int:
             raise
         print(f"rlx {name}: {error}", file=sys.stderr)
         return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -209,7 +209,7 @@ def report(
     times = run.timers.end_update(done, compiled)
     scalars |= times.scalars() | throughput(times.rates)
     scalars["time/wait_share"] = times.share("rollout")
-    arrays = {
+    arrays: dict[str, list[float]] = {
         "reward/distribution": [s.reward for s in collected],
         "response/length": [s.num_written for s in collected],
     }

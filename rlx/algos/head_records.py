@@ -21,7 +21,7 @@ def head_problems(
     of them both its log-probs agree. The last catches heads that are shifted by a token.
     """
     ordered = np.sort(ids, axis=-1)
-    mass = np.exp(np.where(np.isfinite(logprobs), logprobs, 0)).sum(-1)
+    mass = np.exp(np.where(np.isfinite(logprobs), logprobs, -np.inf)).sum(-1)
     hit = ids == tokens[:, None]
     with np.errstate(invalid="ignore"):  # of infinities, which the second line reports
         gap = np.where(hit, np.abs(logprobs - token_logprobs[:, None]), 0).max(-1, initial=0)

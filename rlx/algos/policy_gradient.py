@@ -22,7 +22,7 @@ from rlx.config.objective import Level, ObjectiveConfig
 
 @dataclasses.dataclass(frozen=True)
 class Surrogate:
-    """A token loss. The defaults are REINFORCE's."""
+    """A token loss. The defaults are plain importance sampling: -A · sg(p/q) · log p."""
 
     form: Literal["score", "ratio"] = "score"
     anchor: Literal["sampler", "old"] = "sampler"  # the ratio's denominator

@@ -32,17 +32,21 @@ def inverse_cdf(
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
     below_one = 1.0 - jnp.finfo(weights.dtype).eps  # rounding must not carry a target past the last positive weight
 
-    def pick(cumulative: Array, target: Array) -> Array:
-        target = jnp.minimum(target, cumulative[:, -1] * below_one)
-        return jnp.sum(cumulative <= target[:, None], axis=1, dtype=jnp.int32)
+    def pick(weights: Array, cumulative: Array, target: Array) -> Array:
+        """The first index whose cumulative weight is above the target. A parallel scan rounds each sum in its own way,
+        so that it may rise where the weight is zero: such an index is never taken."""
+        cumulative = jnp.where(weights > 0, cumulative, 0)
+        target = jnp.minimum(target, cumulative.max(axis=-1) * below_one)
+        return jnp.argmax(cumulative > target[:, None], axis=1).astype(jnp.int32)
 
-    blocks = jnp.cumsum(padded.sum(axis=-1), axis=-1)
+    sums = padded.sum(axis=-1)
+    blocks = jnp.cumsum(sums, axis=-1)
     total = blocks[:, -1]
     target = uniforms * total
-    block = pick(blocks, target)
+    block = pick(sums, blocks, target)
     before = jnp.where(block > 0, jnp.take_along_axis(blocks, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0)
-    inside = jnp.cumsum(jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0], axis=-1)
-    return block * _BLOCK + pick(inside, jnp.maximum(target - before, 0)), total
+    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
+    return block * _BLOCK + pick(inside, jnp.cumsum(inside, axis=-1), jnp.maximum(target - before, 0)), total
 
 
 def draw(

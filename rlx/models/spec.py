@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -98,7 +99,7 @@ def param_specs(arch: Architecture) -> Params:
 
 def count_parameters(arch: Architecture) -> int:
     leaves = jax.tree.leaves(param_specs(arch), is_leaf=lambda x: isinstance(x, ParamSpec))
-    return sum(int(jnp.prod(jnp.array(s.shape))) for s in leaves)
+    return sum(math.prod(s.shape) for s in leaves)
 
 
 def init_params(arch: Architecture, key: jax.Array, dtype: jnp.dtype = jnp.float32, scale: float = 0.02) -> Params:

@@ -56,5 +56,7 @@ def check_request(request: Request, vocab_size: int, context: int) -> None:
         raise EngineError(f"request {request.id}: token ids must be in [0, {vocab_size}), got up to {prompt.max()}")
     if request.max_new_tokens < 1 or not request.seeds:
         raise EngineError(f"request {request.id}: at least one sample of at least one token must be asked for")
+    if not all(0 <= seed < 2**32 for seed in request.seeds):
+        raise EngineError(f"request {request.id}: seeds must be in [0, 2**32), got {request.seeds}")
     if not request.temperature >= 0:
         raise EngineError(f"request {request.id}: temperature {request.temperature} is not >= 0")

@@ -40,7 +40,7 @@ class _Pending:
 class EngineStats:
     """Totals since the engine was made."""
 
-    prompt_tokens: int = 0  # prefilled, each prompt once for all its samples
+    prompt_tokens: int = 0  # prefilled, once for the samples of a prompt that are admitted together
     new_tokens: int = 0
     dispatches: int = 0
     slot_steps: int = 0  # dispatches x slots
@@ -237,3 +237,5 @@ class LocalEngine:
         for sample in waiting:
             if not sample.future.done():
                 sample.future.set_exception(EngineError(f"the engine failed: {error!r}"))
+        # The failed dispatch was given the slots' memory; later requests need slots of their own.
+        self._slots = sampler.init_slots(self.arch, self.config, self._params["embed"].dtype)

@@ -85,7 +85,7 @@ def test_gradients_taken_inside_shard_map_are_those_of_one_device():
     def step(hidden, head, targets, candidates):
         def total(hidden, head):
             out = per_device(hidden, head, targets, candidates, temperature=0.8, vocab_axis="tp")
-            return sum(sign * x.sum() for sign, x in zip((1, 1, -1, 1), out, strict=True))
+            return sum(sign * x.sum() for sign, x in zip((1, 1, -1, 1), jax.tree.leaves(out), strict=True))
 
         return jax.grad(total, (0, 1))(hidden, head)
 
@@ -94,7 +94,7 @@ def test_gradients_taken_inside_shard_map_are_those_of_one_device():
 
     def total(hidden, head):
         out = dense(hidden, head, *given[2:])
-        return sum(sign * x.sum() for sign, x in zip((1, 1, -1, 1), out, strict=True))
+        return sum(sign * x.sum() for sign, x in zip((1, 1, -1, 1), jax.tree.leaves(out), strict=True))
 
     assert_close(jax.jit(run)(*given), jax.grad(total, (0, 1))(*given[:2]))
 

@@ -45,8 +45,8 @@ def token_stats(
     """Statistics of softmax(hidden @ head.T / temperature) at each token, float32, in nats.
 
     Differentiable (reverse mode, once) in `hidden` and `head` through every output; a head that is not differentiated
-    costs nothing in the backward pass. `hidden` and `head` have one dtype; products accumulate in float32. Ids lie in
-    [0, V); an id outside it gives NaN at its place. Candidates may repeat and may contain the target.
+    costs nothing in the backward pass. `hidden` and `head` are both float32 or both bfloat16, products accumulate in
+    float32. Ids lie in [0, V); an id outside gives NaN at its place. Candidates may repeat and may hold the target.
 
     Inside `jax.shard_map`, `vocab_axis` names the mesh axis over which the head's rows are sharded, in order: `head`
     is then this device's [V / shards, D], ids stay those of the whole vocabulary, every output is the whole
@@ -116,9 +116,9 @@ def check_arguments(hidden, head, targets, candidates, temperature):
             f"hidden {hidden.shape} and head {head.shape} must be [T, D] and [V, D] of the same D, none of them 0: "
             "flatten the batch, and transpose a head stored as [D, V]"
         )
-    if hidden.dtype != head.dtype or hidden.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if hidden.dtype != head.dtype or hidden.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"hidden is {hidden.dtype} and head {head.dtype}; both must be float32, bfloat16 or float16: cast one"
+            f"hidden is {hidden.dtype} and head {head.dtype}; both must be float32 or both bfloat16: cast one"
         )
     for name, ids, ndim in (("targets", targets, 1), ("candidates", candidates, 2)):
         if ids is None:

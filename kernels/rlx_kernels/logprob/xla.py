@@ -126,14 +126,17 @@ def _backward(options, kept, cotangents):
     g_ids, g_logsumexp, g_entropy = given
     offset = g_logsumexp - g_ids.sum(-1) - g_entropy * kept.entropy
     local, _ = _local_ids(kept.ids, kept.head.shape[0], options.vocab_axis)
+    complete = set(axes) <= set(_varying(kept.hidden))  # else d_hidden is one shard's part of a sum
 
     def step(d_head, x):
         hidden, *rows = x
         d_logits = _chunk_d_logits(options, hidden, kept.head, *rows).astype(kept.head.dtype)
-        d_hidden = _product(d_logits, kept.head, 1, 0) if kept.hidden_trains else None
         if kept.head_trains:
             d_head += _product(d_logits, hidden, 0, 0)
-        return d_head, d_hidden
+        if not kept.hidden_trains:
+            return d_head, None
+        d_hidden = _product(d_logits, kept.head, 1, 0)
+        return d_head, d_hidden.astype(hidden.dtype) if complete else d_hidden
 
     start = _zeros(kept.head.shape, axes) if kept.head_trains else None
     rows = (local, kept.logsumexp, offset, g_entropy, g_ids)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.data.packing import PackedBatch, PackingConfig, capacity_for
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
@@ -17,6 +19,7 @@ from rlx.models.lora import adapter_scale, merge
 from rlx.models.spec import Architecture, Params
 from rlx.rollout.collect import Sampling
 from rlx.rollout.local import LocalEngine
+from rlx.types import Task
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,9 +32,33 @@ class Model:
 
 
 def load_model(config: Config) -> Model:
-    arch = hf.read_architecture(config.model.path)
-    params = jax.tree.map(jnp.asarray, hf.load_params(config.model.path, arch, config.model.dtype))
-    return Model(arch, params, load_chat_tokenizer(config.model.path, config.tasks.system_prompt, config.tasks.suffix))
+    """Raises ValueError or OSError for files that are missing, unsupported or do not fit each other."""
+    path, context = config.model.path, config.engine.context
+    arch = hf.read_architecture(path)
+    if context > arch.max_positions:
+        raise ConfigError(
+            f"config.engine.context = {context}: the model in {path} was made for {arch.max_positions} positions "
+            f"(max_position_embeddings in its config.json); set at most {arch.max_positions}"
+        )
+    tokenizer = load_chat_tokenizer(path, config.tasks.system_prompt, config.tasks.suffix)
+    if tokenizer.vocab_size > arch.vocab_size:
+        raise ValueError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {arch.vocab_size} "
+            "(vocab_size in config.json): they are of different models"
+        )
+    return Model(arch, jax.tree.map(jnp.asarray, hf.load_params(path, arch, config.model.dtype)), tokenizer)
+
+
+def check_prompts(config: Config, tokenizer: ChatTokenizer, tasks: Iterable[Task]) -> None:
+    """Raises ConfigError where a task's prompt leaves no room for a response in the engine's context."""
+    lengths = {task.id: len(tokenizer.encode_prompt(task.question)) for task in tasks}
+    longest = max(lengths, key=lambda name: lengths[name])
+    if lengths[longest] >= config.engine.context:
+        count = sum(length >= config.engine.context for length in lengths.values())
+        raise ConfigError(
+            f"config.engine.context = {config.engine.context}: no room for a response to {count} of {len(lengths)} "
+            f"tasks; the longest prompt, {longest}, has {lengths[longest]} tokens; set more, or leave these tasks out"
+        )
 
 
 @partial(jax.jit, static_argnums=2)

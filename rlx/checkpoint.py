@@ -33,15 +33,19 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints in one directory; the newest `keep` are kept."""
+    """The checkpoints in one directory; the newest `keep` are kept.
 
-    def __init__(self, directory: Path, keep: int):
+    keep=None is for reading, also while another process saves: nothing is removed, not even what looks half saved.
+    """
+
+    def __init__(self, directory: Path, keep: int | None):
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        policies = ocp.training.preservation_policies
         self._checkpointer = ocp.training.Checkpointer(
             os.path.abspath(directory),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
+            preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
+            cleanup_tmp_directories=keep is not None,
         )
         self._pending: Any = None
         self.save_seconds = 0.0  # of the last save, as far as the trainer waited for it

@@ -20,6 +20,7 @@ from absl import flags
 
 from rlx import assemble
 from rlx.checkpoint import Checkpoints
+from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config, EvalConfig
 from rlx.envs.chat import ChatTokenizer
@@ -110,14 +111,17 @@ def evaluate_run(config: Config) -> tuple[int, EvalResult]:
     Raises what `rlx.run.open_training` raises for tasks, model and checkpoint.
     """
     runtime.use_compilation_cache(config.run.compilation_cache)
+    if not config.tasks.held_out:
+        raise ConfigError("config.tasks.held_out = 0: there is nothing to evaluate on; set at least 1")
     _, held_out = build_tasks(config.tasks)
     model = assemble.load_model(config)
+    assemble.check_prompts(config, model.tokenizer, held_out)
     state = init_state(
         model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(config.run.seed)
     )
     directory = Path(config.run.directory) / config.run.name / "checkpoints"
     if directory.is_dir():
-        checkpoints = Checkpoints(directory, config.checkpoint.keep)
+        checkpoints = Checkpoints(directory, keep=None)
         state = checkpoints.restore(state).state if checkpoints.latest_step is not None else state
         checkpoints.close()
     version = int(state.version)

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     fresh = init_state(
         model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(config.run.seed)
     )
-    checkpoints = Checkpoints(source, config.checkpoint.keep)
+    checkpoints = Checkpoints(source, keep=None)
     try:
         restored = checkpoints.restore(fresh)
     except CheckpointError as error:

@@ -46,6 +46,10 @@ class Preemption:
             self.check()
             raise
 
+    def finish[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` to its end, SIGTERM or not: for what must not be left half done."""
+        return self._runner.run(work)
+
     async def _watch[T](self, work: Coroutine[Any, Any, T]) -> T:
         self._task = asyncio.current_task()
         if self.requested:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -11,21 +12,25 @@ import numpy as np
 
 from rlx.config.parse import to_dict
 from rlx.config.schema import Config
-from rlx.metrics.jsonl import write_json
+from rlx.metrics.jsonl import encode, read_json, write_json
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.names import check_names
 from rlx.metrics.progress import Progress, Shown
-from rlx.metrics.rundir import RunDirectory
-from rlx.metrics.tensorboard import TensorBoard, samples_table
+from rlx.metrics.rundir import Records, RunDirectory
+from rlx.metrics.tensorboard import TensorBoard, flatten, samples_table
 from rlx.types import Group, Sample
 
 
 class Recorder:
-    """Records of update u carry "update": u; what was written beyond the restored update is dropped at the start."""
+    """Records of update u carry "update": u.
 
-    def __init__(self, config: Config, run: RunDirectory, restored: int):
+    A run that was restored, to update `restored`, goes on after the records that there were then; -1: it is fresh.
+    """
+
+    def __init__(self, config: Config, run: RunDirectory, restored: int, records: Records):
         self._config, self._run = config, run
-        rewound = run.rewind(restored)
+        rewound = run.rewind(records)
+        changes = [] if restored < 0 else changed_settings(read_json(run.config), to_dict(config))
         write_json(run.config, to_dict(config))
         self._tensorboard = TensorBoard(run.events, restored, to_dict(config)) if config.metrics.tensorboard else None
         self.progress = Progress(config.learner.updates, max(restored, 0), config.metrics.skip_updates)
@@ -34,6 +39,12 @@ class Recorder:
                 f"resumed after update {restored}; dropped {rewound.metrics} metric and {rewound.samples} sample "
                 "records beyond it"
             )
+        if changes:
+            self.progress.message("this run went by other settings until here: " + "; ".join(changes))
+
+    @property
+    def records(self) -> Records:
+        return self._run.records
 
     def update(
         self, update: int, scalars: Mapping[str, float], groups: Sequence[Group], arrays: Mapping[str, Sequence[float]]
@@ -103,6 +114,12 @@ class Recorder:
         most = self._config.metrics.samples_shown
         by_index = sorted((s for g in groups for s in g.samples), key=lambda s: s.index)
         return by_index[:most]
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` of every setting that differs. `before` was read from a file, `now` may hold tuples."""
+    old, new = flatten(before), flatten(json.loads(encode(now)))
+    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:

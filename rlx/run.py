@@ -23,7 +23,7 @@ from rlx.interrupt import Preemption
 from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import StepConfig
 from rlx.metrics.ledger import Ledger
-from rlx.metrics.rundir import open_run
+from rlx.metrics.rundir import Records, open_run
 from rlx.metrics.timers import Timers
 from rlx.parallel import runtime
 from rlx.recorder import Recorder
@@ -85,6 +85,7 @@ class Run:
             "progress": {**dataclasses.asdict(self.progress), "seconds": self.seconds},
             "stream": self.stream.get_state(),
             "ledger": self.ledger.get_state(),
+            "records": self.recorder.records,
         }
 
     def save(self, host: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ def open_training(config: Config) -> Iterator[Run]:
         check_gold_answers(graders, train_tasks)
 
         model = assemble.load_model(config)
+        assemble.check_prompts(config, model.tokenizer, [*train_tasks, *held_out])
         optimizer = make_optimizer(config.learner)
         state = init_state(model.arch, config.lora, model.params, optimizer, jax.random.key(config.run.seed))
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
@@ -127,7 +129,11 @@ def open_training(config: Config) -> Iterator[Run]:
 
         samples = config.rollout.tasks_per_update * config.rollout.group_size
         policy = assemble.policy_params(config, model, state.trainable)
-        recorder = Recorder(config, directory, -1 if restored is None else restored.step)
+        recorder = (
+            Recorder(config, directory, -1, Records(0, 0))
+            if restored is None
+            else Recorder(config, directory, restored.step, Records(*restored.host["records"]))
+        )
         yield Run(
             config=config,
             directory=directory.path,

@@ -46,10 +46,10 @@ def read_examples(path: str, tokenizer: ChatTokenizer, row_tokens: int) -> list[
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: not JSON ({error})") from error
-        missing = [k for k in ("question", "response") if not isinstance(record, dict) or not record.get(k)]
-        if missing:
-            raise ValueError(f"{where}: {' and '.join(missing)} missing or empty; a line is {{question, response}}")
-        tokens, mask = tokenizer.encode_example(str(record["question"]), str(record["response"]))
+        texts = [record.get(k) if isinstance(record, dict) else None for k in ("question", "response")]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f'{where}: must be {{"question": TEXT, "response": TEXT}}, none of them empty')
+        tokens, mask = tokenizer.encode_example(*texts)
         if len(tokens) > row_tokens:
             raise ValueError(f"{where}: {len(tokens)} tokens; learner.row_tokens holds {row_tokens}")
         zeros = np.zeros(len(tokens), np.float32)
@@ -59,14 +59,25 @@ def read_examples(path: str, tokenizer: ChatTokenizer, row_tokens: int) -> list[
     return examples
 
 
+def sft_examples(config: Config, model: assemble.Model) -> list[Trajectory]:
+    """The examples of `config.sft`; none where it has no steps. Raises what `read_examples` does."""
+    if not config.sft.steps:
+        return []
+    return read_examples(config.sft.path, model.tokenizer, config.learner.row_tokens)
+
+
 def supervise(
-    config: Config, model: assemble.Model, state: LearnerState, report: Report, check: Callable[[], None]
+    config: Config,
+    model: assemble.Model,
+    examples: list[Trajectory],
+    state: LearnerState,
+    report: Report,
+    check: Callable[[], None],
 ) -> LearnerState:
     """`config.sft.steps` optimizer steps from `state`; the result has a version of 0 and a fresh optimizer for RL.
 
     `report` gets each step's metrics; `check` is called between steps and may raise.
     """
-    examples = read_examples(config.sft.path, model.tokenizer, config.learner.row_tokens)
     batch_size = min(config.sft.batch_size, len(examples))
     learner = dataclasses.replace(
         config.learner,
@@ -102,10 +113,10 @@ def supervise(
     return state
 
 
-def cold_start(run: Run) -> None:
+def cold_start(run: Run, examples: list[Trajectory]) -> None:
     """Move the run's policy by supervised steps before its first update; it is version 0 still."""
     with run.timers("update"):
-        state = supervise(run.config, run.model, run.state, run.recorder.sft, run.preemption.check)
+        state = supervise(run.config, run.model, examples, run.state, run.recorder.sft, run.preemption.check)
     zero = jnp.zeros((), jnp.int32)
     run.state = dataclasses.replace(state, version=zero, optimizer=run.optimizer.init(state.trainable))
 
@@ -147,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     runtime.use_compilation_cache(config.run.compilation_cache)
     model = assemble.load_model(config)
+    examples = sft_examples(config, model)
     optimizer = make_optimizer(config.learner)
     state = init_state(model.arch, config.lora, model.params, optimizer, jax.random.key(config.run.seed))
     with tqdm(total=config.sft.steps, desc="sft") as bar:
@@ -155,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             bar.set_postfix_str(f"loss {scalars['sft/loss']:.3f}")
             bar.update()
 
-        state = supervise(config, model, state, report, lambda: None)
+        state = supervise(config, model, examples, state, report, lambda: None)
     write_merged(config, model, state, directory)
     print(f"the tuned model is in {directory}: train it with --config.model.path={directory}")
     return 0

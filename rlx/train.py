@@ -33,7 +33,7 @@ from rlx.metrics.rollout import grading_outcomes, grading_scalars, rollout_scala
 from rlx.parallel import runtime
 from rlx.rollout.collect import collect
 from rlx.run import Run, open_training
-from rlx.sft import cold_start
+from rlx.sft import cold_start, sft_examples
 from rlx.types import Group, Sample
 
 
@@ -56,9 +56,10 @@ def train(config: Config) -> dict[str, Any]:
         try:
             # ------------------------------------------------ before: the base model, a cold start
             if whole is None:
+                examples = sft_examples(run.config, run.model)  # a wrong file must not cost an evaluation
                 measure(run, "base")
-                if config.sft.steps:
-                    cold_start(run)
+                if examples:
+                    cold_start(run, examples)
                     publish(run)
                 measure(run, "before")
                 whole = run.host_state()
@@ -67,15 +68,17 @@ def train(config: Config) -> dict[str, Any]:
             # ------------------------------------------------ the loop
             while run.progress.update < config.learner.updates:
                 run.preemption.check()
+                if evaluation_is_due(run):
+                    measure(run, f"update {run.progress.update}")
+                    whole = run.host_state()
                 compiled = run.compilations.count
                 groups = rollout(run)
+                # Nothing interrupts from here to the next whole moment: the state is that of the next update already.
                 samples, packed = select(run, groups)
                 learned = learn(run, samples, packed) if samples else {}
                 run.progress.update += 1
                 report(run, groups, samples, packed, learned, compiled=run.compilations.count > compiled)
                 stop_where_hopeless(run, groups)
-                if config.eval.every and run.progress.update % config.eval.every == 0:
-                    measure(run, f"update {run.progress.update}")
                 whole = run.host_state()
                 if run.progress.update % config.checkpoint.every == 0:
                     with run.timers("save"):
@@ -153,7 +156,13 @@ def learn(run: Run, samples: list[Sample], packed: PackedBatch) -> dict[str, flo
 def publish(run: Run) -> None:
     """The engine serves the learner's current version from here on."""
     with run.timers("publish"):
-        run.preemption.run(run.engine.load(run.policy(), run.version))
+        run.preemption.finish(run.engine.load(run.policy(), run.version))
+
+
+def evaluation_is_due(run: Run) -> bool:
+    """A resumed run may stand at an update that was saved before its evaluation, or after."""
+    update, every = run.progress.update, run.config.eval.every
+    return bool(every and update and update % every == 0) and f"update {update}" not in run.progress.evals
 
 
 def measure(run: Run, label: str) -> None:
@@ -314,6 +323,8 @@ def describe(summary: dict[str, Any]) -> str:
 def refuse_unsupported(config: Config) -> None:
     """Raise ConfigError for objectives that need what this loop does not run."""
     problems = []
+    if not config.tasks.held_out:
+        problems.append("config.tasks.held_out = 0: rlx train measures before and after on held-out tasks; set at least 1")
     if config.objective.advantage == "gae":
         problems.append("config.objective.advantage = 'gae': rlx train gives one advantage a sample; use 'group_mean'")
     if config.objective.kl_coefficient:

@@ -47,7 +47,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
 class JsonlWriter:
     """Appends records to a file, one line each. A record is with the kernel when `append` returns.
 
-    `torn` is the number of torn last lines (0 or 1) that were dropped on opening.
+    `count` is the number of records in the file, `torn` of torn last lines (0 or 1) that were dropped on opening.
 
     Raises:
       ValueError: on opening a file with a damaged line before the last.
@@ -56,6 +56,7 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         lines, self.torn = _whole_lines(path) if path.exists() else ([], 0)
+        self.count = len(lines)
         if self.torn:
             _replace(path, b"".join(lines))
         self._file = path.open("ab")
@@ -70,16 +71,24 @@ class JsonlWriter:
             raise ValueError(f"a record of {self.path.name} needs a whole number 'update', got keys {sorted(record)}")
         self._file.write(encode(record).encode() + b"\n")
         self._file.flush()
+        self.count += 1
 
-    def keep_until(self, update: int) -> int:
-        """Drops the records of updates after `update` and returns how many they were."""
-        lines, _ = _whole_lines(self.path)
-        kept = [line for line in lines if json.loads(line)["update"] <= update]
-        if len(kept) < len(lines):
+    def keep(self, count: int) -> int:
+        """Drops all records but the first `count` and returns how many they were.
+
+        Raises:
+          ValueError: where there are fewer than `count`.
+        """
+        dropped = self.count - count
+        if dropped < 0:
+            raise ValueError(f"{self.path} has {self.count} records, it had {count}: it was cut by something else")
+        if dropped:
+            lines, _ = _whole_lines(self.path)
             self._file.close()
-            _replace(self.path, b"".join(kept))
+            _replace(self.path, b"".join(lines[:count]))
             self._file = self.path.open("ab")
-        return len(lines) - len(kept)
+            self.count = count
+        return dropped
 
     def sync(self) -> None:
         """Forces what was appended to the disk."""

@@ -22,8 +22,15 @@ class RunDirectoryError(RuntimeError):
     """The directory cannot be used as asked."""
 
 
+class Records(NamedTuple):
+    """How many records metrics.jsonl and samples.jsonl have."""
+
+    metrics: int
+    samples: int
+
+
 class Rewound(NamedTuple):
-    """What `RunDirectory.rewind` dropped: records beyond the restored update, and last lines torn by a kill."""
+    """What `RunDirectory.rewind` dropped: records beyond the restored moment, and last lines torn by a kill."""
 
     metrics: int
     samples: int
@@ -50,10 +57,18 @@ class RunDirectory:
         """The update of the newest complete checkpoint, None where there is none."""
         return max(_checkpoint_updates(self.path), default=None)
 
-    def rewind(self, update: int) -> Rewound:
-        """Drops the records of updates after `update`, the one that was restored; -1 drops all, for a fresh start."""
+    @property
+    def records(self) -> Records:
+        return Records(self.metrics.count, self.samples.count)
+
+    def rewind(self, to: Records) -> Rewound:
+        """Drops the records after those that there were at the restored moment; `Records(0, 0)` for a fresh start.
+
+        Raises:
+          ValueError: where there are fewer.
+        """
         torn = self.metrics.torn + self.samples.torn
-        return Rewound(self.metrics.keep_until(update), self.samples.keep_until(update), torn)
+        return Rewound(self.metrics.keep(to.metrics), self.samples.keep(to.samples), torn)
 
     def sync(self) -> None:
         """Forces the appended records to the disk."""
@@ -96,7 +111,7 @@ def open_run(path: Path, resume: Literal["auto", "never", "must"]) -> RunDirecto
 
 
 def _check_resume(path: Path, resume: Literal["auto", "never", "must"]) -> None:
-    used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+    used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK and not _is_empty(entry))
     if resume == "never" and used:
         raise RunDirectoryError(
             f"run.resume = 'never' but {path} is in use (it has {', '.join(used[:4])}): "
@@ -107,6 +122,11 @@ def _check_resume(path: Path, resume: Literal["auto", "never", "must"]) -> None:
             f"run.resume = 'must' but {path / 'checkpoints'} has no checkpoint: "
             f"check run.directory and run.name, or set run.resume = 'auto' to start"
         )
+
+
+def _is_empty(path: Path) -> bool:
+    """What a start leaves that was refused before it wrote anything."""
+    return not any(path.iterdir()) if path.is_dir() else not path.stat().st_size
 
 
 def _checkpoint_updates(path: Path) -> list[int]:

@@ -61,12 +61,18 @@ def test_a_record_needs_its_update(tmp_path):
         writer.append({"loss": 1.0})
 
 
-@pytest.mark.parametrize("update, kept, dropped", [(1, [0, 1, 1], 1), (9, [0, 1, 1, 2], 0), (-1, [], 4)])
-def test_keep_until_drops_later_updates_and_appending_goes_on(tmp_path, update, kept, dropped):
+@pytest.mark.parametrize("count, kept", [(3, [0, 1, 1]), (4, [0, 1, 1, 2]), (0, [])])
+def test_keep_drops_later_records_and_appending_goes_on(tmp_path, count, kept):
     writer = filled(tmp_path / "metrics.jsonl")
-    assert writer.keep_until(update) == dropped
+    assert writer.keep(count) == 4 - count
     writer.append({"update": 7})
     assert [r["update"] for r in read_jsonl(writer.path)[0]] == [*kept, 7]
+    assert writer.count == count + 1
+
+
+def test_records_that_are_missing_are_not_kept_in_silence(tmp_path):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has 4 records, it had 5"):
+        filled(tmp_path / "metrics.jsonl").keep(5)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rlx.metrics.jsonl import read_jsonl
-from rlx.metrics.rundir import Rewound, RunDirectoryError, open_run
+from rlx.metrics.rundir import Records, Rewound, RunDirectoryError, open_run
 
 
 def used_run(path, checkpoints=()):
@@ -26,7 +26,7 @@ def test_a_fresh_directory_is_made(tmp_path):
 
 def test_never_refuses_a_used_directory(tmp_path):
     used_run(tmp_path)
-    with pytest.raises(RunDirectoryError, match=r"'never' but .* is in use \(it has checkpoints, metrics"):
+    with pytest.raises(RunDirectoryError, match=r"'never' but .* is in use \(it has metrics"):
         open_run(tmp_path, "never")
     open_run(tmp_path, "auto").close()
 
@@ -35,6 +35,15 @@ def test_never_takes_an_empty_directory_twice_locked(tmp_path):
     with pytest.raises(RunDirectoryError, match="'must'"):
         open_run(tmp_path, "must")
     open_run(tmp_path, "never").close()
+
+
+def test_never_takes_a_directory_in_which_nothing_was_written(tmp_path):
+    open_run(tmp_path, "never").close()
+    assert {entry.name for entry in tmp_path.iterdir()} > {"checkpoints", "metrics.jsonl"}
+    open_run(tmp_path, "never").close()
+    (tmp_path / "checkpoints" / "0").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"it has checkpoints"):
+        open_run(tmp_path, "never")
 
 
 def test_must_needs_a_complete_checkpoint(tmp_path):
@@ -52,7 +61,8 @@ def test_rewind_drops_later_records_and_counts_torn_lines(tmp_path):
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(b'{"update": 3, "te')
     with open_run(tmp_path, "auto") as run:
-        assert run.rewind(2) == Rewound(metrics=1, samples=1, torn=1)
+        assert run.records == Records(metrics=4, samples=1)
+        assert run.rewind(Records(3, 0)) == Rewound(metrics=1, samples=1, torn=1)
         run.metrics.append({"update": 3})
         run.sync()
     assert [r["update"] for r in read_jsonl(tmp_path / "metrics.jsonl")[0]] == [0, 1, 2, 3]

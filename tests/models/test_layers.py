@@ -81,7 +81,7 @@ def test_wide_adapter_keeps_the_dtype_of_the_weights():
 
 def dense_attention(query, key, value, allowed):
     """One head at a time, in float64."""
-    rows, length, heads, dim = query.shape
+    rows, _, heads, dim = query.shape
     out = np.zeros(query.shape)
     per_key = heads // key.shape[2]
     for r in range(rows):

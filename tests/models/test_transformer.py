@@ -44,7 +44,8 @@ def packed():
     """All in row 2, in another order, padding between them, segment ids that are not in order."""
     batch, places = noise(), [(1, 7, 2), (5, 1, 0), (11, 3, 3), (18, 2, 1)]
     put([x[2] for x in batch], places)
-    return batch, [(2, dict((i, start) for start, _, i in places)[i]) for i in range(4)]
+    starts = {i: start for start, _, i in places}
+    return batch, [(2, starts[i]) for i in range(4)]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -30,6 +30,7 @@ LOGITS_BUDGET = {"cpu": 128 << 20}  # bytes of float32 logits a chunk may hold
 ACCELERATOR_LOGITS_BUDGET = 1 << 30
 # e^-200 is 0 in float32, so clamping here changes no value; it keeps 0 · (-inf) out
 LOG_ZERO = -200.0
+SUM_BLOCK = 256  # columns
 
 
 def unsupported_reason(
@@ -150,11 +151,31 @@ _chunked_stats.defvjp(_forward, _backward, symbolic_zeros=True)
 def _chunk_moments(options, hidden, head, ids):
     logits = _product(hidden, head, 1, 1) / options.temperature
     top = jnp.maximum(logits.max(1), jnp.finfo(logits.dtype).min)
-    centred = jnp.maximum(logits - top[:, None], LOG_ZERO)
-    weights = jnp.exp(centred)
-    # one reduction of two operands: two reductions would each compute the exponentials
-    mass, moment = lax.reduce((weights, weights * centred), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))
+    mass, moment = _moments(logits, top)
     return top, mass, moment, jnp.take_along_axis(logits, ids, axis=1, mode="fill", fill_value=0)
+
+
+def _moments(logits, top):
+    """(Σ e^c, Σ c e^c) over the columns, c = logits - top.
+
+    Summed in blocks: a CPU adds a long row up one by one, and over 50,000 columns float32 then loses 1e-4 of the sum.
+    """
+    rows, columns = logits.shape
+    whole = columns - columns % SUM_BLOCK
+    sums = []
+    for part in (logits[:, :whole].reshape(rows, -1, SUM_BLOCK), logits[:, None, whole:]):
+        if part.size:
+            centred = jnp.maximum(part - top[:, None, None], LOG_ZERO)
+            weights = jnp.exp(centred)
+            zero = jnp.zeros((), logits.dtype)
+            # one reduction of two operands: two reductions would each compute the exponentials
+            added = lax.reduce((weights, weights * centred), (zero, zero), _add_both, (2,))
+            sums.append((added[0].sum(1), added[1].sum(1)))
+    return sum(mass for mass, _ in sums), sum(moment for _, moment in sums)
+
+
+def _add_both(a, b):
+    return a[0] + b[0], a[1] + b[1]
 
 
 def _chunk_d_logits(options, hidden, head, ids, logsumexp, offset, g_entropy, g_ids):

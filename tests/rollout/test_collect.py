@@ -1,0 +1,140 @@
+"""Tasks in, graded groups out, with an engine and graders of fixed answers."""
+
+import asyncio
+import dataclasses
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from rlx.envs.grading import Grade, Outcome
+from rlx.rollout.collect import Sampling, collect, sample_seeds
+from rlx.rollout.engine import Completion, EngineError
+from rlx.types import StopReason, Task, TopK, VersionSpan
+
+SAMPLING = Sampling(group_size=3, max_new_tokens=8, temperature=0.7, zero_reward_truncated=False, seed=11)
+TASKS = [(40 + i, Task(f"sums/{i}", "sums", question="?" * (i + 1), answer=str(i), grader="number")) for i in range(4)]
+
+
+class Tokenizer:
+    """A character is its code."""
+
+    def encode_prompt(self, question):
+        return np.array([ord(c) for c in question], np.int32)
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+class Graders:
+    """The reward is the number of letters a; longer texts are graded sooner."""
+
+    def __init__(self):
+        self.graded = []
+
+    def grade(self, task, text):
+        future = Future()
+        self.graded.append((task.id, text))
+        grade = Grade(float(text.count("a")), text, "", 0.5, Outcome.GRADED)
+        asyncio.get_running_loop().call_later(0.002 / len(text), future.set_result, grade)
+        return future
+
+
+class Engine:
+    """Writes one letter per seed: the first sample "a", the second "ab" and cut, ...; the last request is done first."""
+
+    def __init__(self, fail_at=None):
+        self.requests, self.fail_at, self.cancelled = [], fail_at, []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        number = len(self.requests)
+        try:
+            await asyncio.sleep(0.002 * (10 - number))
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        if number == self.fail_at:
+            raise EngineError(f"request {request.id}: cannot be served")
+        return [self.completion(i) for i in range(len(request.seeds))]
+
+    def completion(self, i):
+        tokens = np.array([ord(c) for c in "abab"[: i + 1]], np.int32)
+        head = TopK(np.tile(tokens[:, None], (1, 2)), np.full((i + 1, 2), -1, np.float32))
+        spans = (VersionSpan(5, 0, 1),) + ((VersionSpan(6, 1, i + 1),) if i else ())
+        stop = StopReason.LENGTH if i == 1 else StopReason.STOP
+        return Completion(tokens, -np.arange(1, i + 2, dtype=np.float32), head, spans, stop)
+
+
+def run(sampling=SAMPLING, engine=None):
+    engine = engine or Engine()
+    return asyncio.run(collect(engine, Graders(), Tokenizer(), TASKS, sampling)), engine
+
+
+def test_groups_and_samples_are_in_the_order_asked_for():
+    """Though the engine answers the last first, and graders the longest."""
+    groups, engine = run()
+    assert [g.task for g in groups] == [task for _, task in TASKS]
+    assert [[s.group for s in g.samples] for g in groups] == [[number] * 3 for number, _ in TASKS]
+    assert all([s.index for s in g.samples] == [0, 1, 2] for g in groups)
+    assert all([s.text for s in g.samples] == ["a", "ab", "aba"] for g in groups)
+    assert all([s.reward for s in g.samples] == [1, 1, 2] for g in groups)
+    assert [r.id for r in engine.requests] == [f"{number}:{task.id}" for number, task in TASKS]
+
+
+def test_requests_carry_the_sampling_and_seeds_of_their_own():
+    _, engine = run()
+    assert {(r.max_new_tokens, r.temperature) for r in engine.requests} == {(8, 0.7)}
+    assert [r.seeds for r in engine.requests] == [sample_seeds(11, number, 3) for number, _ in TASKS]
+
+
+def test_what_the_engine_said_is_at_the_tokens_own_places():
+    (_, second, _) = run()[0][1].samples
+    np.testing.assert_array_equal(second.tokens, [63, 63, 97, 98])
+    np.testing.assert_array_equal(second.mask, [False, False, True, True])
+    np.testing.assert_array_equal(second.logprobs, [0, 0, -1, -2])
+    assert second.tokens.dtype == np.int32
+    assert second.logprobs.dtype == np.float32
+    assert second.version_spans == (VersionSpan(5, 2, 3), VersionSpan(6, 3, 4))
+    assert second.oldest_version == 5
+    assert second.head.ids.shape == (2, 2)
+    assert second.grade == {"reward": 1.0, "extracted": "ab", "detail": "", "seconds": 0.5, "outcome": "graded"}
+
+
+@pytest.mark.parametrize("zeroed, rewards", [(False, [1, 1, 2]), (True, [1, 0, 2])])
+def test_truncated_responses_may_count_as_failed(zeroed, rewards):
+    """The grade itself stays as it was."""
+    groups, _ = run(dataclasses.replace(SAMPLING, zero_reward_truncated=zeroed))
+    assert [s.reward for s in groups[0].samples] == rewards
+    assert groups[0].samples[1].grade["reward"] == 1
+
+
+def test_seeds_are_stable_and_all_different():
+    """The same in every process and on every machine; a longer group begins with the seeds of a shorter."""
+    assert sample_seeds(0, 0, 3) == (2968811710, 3677149159, 745650761)
+    assert sample_seeds(0, 0, 8)[:3] == sample_seeds(0, 0, 3)
+    every = [s for seed in range(5) for group in range(50) for s in sample_seeds(seed, group, 8)]
+    assert len(set(every)) == len(every)
+    assert all(0 <= s < 2**32 for s in every)
+
+
+def test_an_engines_error_comes_as_it_is_and_ends_the_others():
+    engine = Engine(fail_at=2)
+    with pytest.raises(EngineError, match="41:sums/1: cannot be served"):
+        run(engine=engine)
+    assert engine.cancelled == [1]  # 3 and 4 were answered before
+
+
+def test_cancelling_a_collection_cancels_its_requests():
+    engine = Engine()
+
+    async def work():
+        job = asyncio.create_task(collect(engine, Graders(), Tokenizer(), TASKS, SAMPLING))
+        while len(engine.requests) < 4:
+            await asyncio.sleep(0)
+        job.cancel()
+        await job
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(work())
+    assert sorted(engine.cancelled) == [1, 2, 3, 4]

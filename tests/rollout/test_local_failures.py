@@ -1,0 +1,110 @@
+"""Cancelled requests, dispatches that fail, event loops that end: who learns of it, and what works afterwards."""
+
+import asyncio
+
+import pytest
+
+from rlx.models import sampler
+from rlx.rollout.engine import EngineError
+from tests import tiny_model
+from tests.rollout.serving import ask, assert_same, make_engine, serve
+from tests.tiny_model import ARCH
+
+FIRST, SECOND, THIRD = ask(0, 5, 2), ask(1, 12, 2), ask(2, 7, 2)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return serve(make_engine(ARCH, tiny_model.params()), [FIRST, SECOND, THIRD])
+
+
+@pytest.fixture
+def engine():
+    """Three slots."""
+    return make_engine(ARCH, tiny_model.params())
+
+
+def assert_answers(got, wanted):
+    for x, y in zip(got, wanted, strict=True):
+        assert_same(x, y)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_a_cancelled_request_disturbs_no_other(engine, wanted):
+    """SECOND has one sample in a slot and one in the queue when it is cancelled."""
+
+    async def work():
+        first, second, third = (asyncio.create_task(engine.generate(r)) for r in (FIRST, SECOND, THIRD))
+        await until(lambda: engine.stats.new_tokens > 0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        return await first, await third
+
+    first, third = asyncio.run(work())
+    assert_answers(first, wanted[0])
+    assert_answers(third, wanted[2])
+    assert engine.stats.new_tokens == 50  # the sample in the slot was written to its end, the queued one never begun
+    assert_answers(serve(engine, [SECOND])[0], wanted[1])
+
+
+def test_a_failed_dispatch_reaches_everyone_who_waits(engine, wanted, monkeypatch):
+    """Running and queued alike. What it did to the slots is not seen by later requests."""
+    real, calls = sampler.decode, []
+
+    def broken(*args):
+        calls.append(args)
+        slots = real(*args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")  # after the old slots were given away
+        return slots
+
+    async def work():
+        return await asyncio.gather(*(engine.generate(r) for r in (FIRST, SECOND, THIRD)), return_exceptions=True)
+
+    monkeypatch.setattr(sampler, "decode", broken)
+    failures = asyncio.run(work())
+    assert len(calls) == 2
+    assert all(isinstance(f, EngineError) and "out of memory" in str(f) for f in failures), failures
+    monkeypatch.setattr(sampler, "decode", real)
+    for got, same in zip(serve(engine, [FIRST, SECOND, THIRD]), wanted, strict=True):
+        assert_answers(got, same)
+
+
+def test_a_failed_prefill_reaches_everyone_who_waits(engine, wanted, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(sampler, "prefill", broken)
+    with pytest.raises(EngineError, match="no such kernel"):
+        serve(engine, [FIRST])
+    monkeypatch.undo()
+    assert_answers(serve(engine, [FIRST])[0], wanted[0])
+
+
+def test_requests_of_a_loop_that_ended_are_gone(engine, wanted):
+    """A loop that is closed cancels what runs; the engine serves the next loop from empty slots."""
+
+    async def interrupted():
+        running = asyncio.create_task(engine.generate(FIRST))
+        await until(lambda: engine.stats.new_tokens > 0)
+        assert not running.done()
+
+    asyncio.run(interrupted())
+    for got, same in zip(serve(engine, [SECOND, THIRD]), wanted[1:], strict=True):
+        assert_answers(got, same)
+
+
+def test_requests_may_come_while_others_run(engine, wanted):
+    async def work():
+        first = asyncio.create_task(engine.generate(FIRST))
+        await until(lambda: engine.stats.new_tokens > 0)
+        return await asyncio.gather(first, engine.generate(SECOND))
+
+    first, second = asyncio.run(work())
+    assert_answers(first, wanted[0])
+    assert_answers(second, wanted[1])

@@ -41,21 +41,24 @@ class Graders:
 
 
 class Engine:
-    """Writes one letter per seed: the first sample "a", the second "ab" and cut, ...; the last request is done first."""
+    """The first sample is "a", the second "ab" and cut, the third "aba". The last request is answered first."""
 
     def __init__(self, fail_at=None):
         self.requests, self.fail_at, self.cancelled = [], fail_at, []
+        self.answered = [asyncio.Event() for _ in TASKS]
 
     async def generate(self, request):
         self.requests.append(request)
         number = len(self.requests)
         try:
-            await asyncio.sleep(0.002 * (10 - number))
+            for event in self.answered[number:]:
+                await event.wait()
         except asyncio.CancelledError:
             self.cancelled.append(number)
             raise
         if number == self.fail_at:
             raise EngineError(f"request {request.id}: cannot be served")
+        self.answered[number - 1].set()
         return [self.completion(i) for i in range(len(request.seeds))]
 
     def completion(self, i):
@@ -127,6 +130,7 @@ def test_an_engines_error_comes_as_it_is_and_ends_the_others():
 
 def test_cancelling_a_collection_cancels_its_requests():
     engine = Engine()
+    engine.answered.append(asyncio.Event())  # of a fifth request that nobody asks
 
     async def work():
         job = asyncio.create_task(collect(engine, Graders(), Tokenizer(), TASKS, SAMPLING))

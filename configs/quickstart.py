@@ -1,7 +1,8 @@
-"""GRPO-style RL of SmolLM2-135M-Instruct on arithmetic, on two CPU cores.
+"""GRPO-style RL of SmolLM2-135M-Instruct on sums of one and two digits, on two CPU cores.
 
-make train
-rlx train --config=configs/quickstart.py --config.learner.learning_rate=5e-4
+    make train
+    rlx train --config=configs/quickstart.py --config.learner.learning_rate=5e-4
+    rlx train --config=configs/quickstart.py:smoke    two updates, to see that everything works
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +20,9 @@ def get_config(variant: str = "") -> ConfigDict:
     two_digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
     c.tasks.sources.one_digit = base.source(dataset="chain_sum", options=ConfigDict(one_digit), size=1000, weight=0.3)
     c.tasks.sources.two_digits = base.source(dataset="chain_sum", options=ConfigDict(two_digits), size=4000, weight=0.7)
+    c.tasks.system_prompt = "Give only the result."  # shorter than the one that SmolLM2's template adds
     c.tasks.held_out = 100
+    c.rollout.tasks_per_update = 16
     c.eval.attempts_per_task = 4
     c.rollout.max_new_tokens = 20
     c.engine.context = 96
@@ -27,4 +30,9 @@ def get_config(variant: str = "") -> ConfigDict:
     c.learner.updates = 20
     c.learner.learning_rate = 1e-3
     c.learner.row_targets = 128
+    if variant == "smoke":
+        c.run.name = "smoke"
+        c.learner.updates = 2
+        c.tasks.held_out = 20
+        c.eval.attempts_per_task = 2
     return c

@@ -28,7 +28,9 @@ def get_config():
     c.run.compilation_cache = ""  # jax's own, set by the environment
     c.model.path = {model!r}
     c.tasks.sources = {{"digits": base.source(path={tasks!r})}}
+    c.rollout.group_size = 8
     c.rollout.max_new_tokens = 4
+    c.engine.slots = 32
     return c
 """
 
@@ -44,8 +46,8 @@ def digit_model(directory: Path, likely: str = "37") -> str:
     shared = np.sign(np.random.default_rng(0).normal(size=embed.shape[1]))
     vocabulary = (*tiny_tokenizer.SPECIAL, *sorted(ByteLevel.alphabet()))
     embed += shared
-    embed[[vocabulary.index(character) for character in likely]] += 0.4 * shared
-    embed[tiny_tokenizer.IM_END] += 0.4 * shared
+    embed[[vocabulary.index(character) for character in likely]] += 0.6 * shared
+    embed[tiny_tokenizer.IM_END] += 0.7 * shared
     save_params(directory, tiny_model.ARCH, {**params, "embed": embed}, "float32")
     return tiny_tokenizer.build(directory)
 
@@ -78,19 +80,16 @@ def config(recipe: Path, **changes: Any) -> Config:
     return config_from_argv(["rlx", *arguments(recipe, **changes)], flags.FlagValues())
 
 
-def environment() -> dict[str, str]:
-    """Of a program started as a user starts it: one device, not the tests' many."""
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-
-
-def start(*words: str, **options: Any) -> subprocess.Popen[str]:
-    """`rlx` as a process, its output in pipes."""
+def start(*command: str) -> subprocess.Popen[str]:
+    """`python -m COMMAND` as a process that imports the project from this checkout, its output in pipes."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rlx.cli", *words],
-        env=environment(),
+        [sys.executable, "-m", *command],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        **options,
     )
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -120,9 +120,10 @@ def pack(trajectories: Sequence[Trajectory], config: PackingConfig) -> PackedBat
 def _check(i: int, trajectory: Trajectory, config: PackingConfig) -> None:
     if len(trajectory.mask) and trajectory.mask[0]:
         raise ValueError(f"trajectory {i}: its first token is masked in, but nothing precedes it to predict it")
-    if config.head_size and (trajectory.head is None or trajectory.head.ids.shape[1] != config.head_size):
-        have = "none" if trajectory.head is None else str(trajectory.head.ids.shape[1])
-        raise ValueError(f"trajectory {i}: {have} head candidates a token, {config.head_size} expected")
+    wanted = (int(trajectory.mask.sum()), config.head_size)
+    if config.head_size and (trajectory.head is None or trajectory.head.ids.shape != wanted):
+        have = "no head" if trajectory.head is None else f"a head of {list(trajectory.head.ids.shape)}"
+        raise ValueError(f"trajectory {i}: {have}; {list(wanted)} expected, candidates for each masked token")
 
 
 def _empty(config: PackingConfig, used: int) -> PackedBatch:

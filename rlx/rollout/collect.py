@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.graders import Grade, GraderPool
-from rlx.rollout.engine import Completion, Engine, Request
+from rlx.rollout.engine import Completion, Engine, Request, check_completion
 from rlx.types import Group, Sample, StopReason, Task, VersionSpan
 
 
@@ -64,6 +64,8 @@ async def _group(
         temperature=sampling.temperature,
     )
     completions = await engine.generate(request)
+    for completion in completions:
+        check_completion(request, completion)
     texts = [tokenizer.decode(c.tokens) for c in completions]
     grades = await asyncio.gather(*(asyncio.wrap_future(graders.grade(task, text)) for text in texts))
     samples = [

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rlx.algos.head_records import head_problems
 from rlx.types import StopReason, TopK, VersionSpan
 
 
@@ -60,3 +61,19 @@ def check_request(request: Request, vocab_size: int, context: int) -> None:
         raise EngineError(f"request {request.id}: seeds must be in [0, 2**32), got {request.seeds}")
     if not request.temperature >= 0:
         raise EngineError(f"request {request.id}: temperature {request.temperature} is not >= 0")
+
+
+def check_completion(request: Request, completion: Completion) -> None:
+    """Raise EngineError for what must not reach the learner: an answer that is short, not finite or not consistent."""
+    written, problems = len(completion.tokens), []
+    if not 1 <= written <= request.max_new_tokens:
+        problems.append(f"{written} tokens, where 1 to {request.max_new_tokens} were asked for")
+    if completion.logprobs.shape != (written,) or not np.isfinite(completion.logprobs).all():
+        problems.append(f"log-probs of shape {completion.logprobs.shape} that are not {written} finite numbers")
+    ends = [0, *(span.end for span in completion.version_spans)]
+    if [span.start for span in completion.version_spans] != ends[:-1] or ends[-1] != written:
+        problems.append(f"version spans {completion.version_spans} that do not cover its {written} tokens")
+    if completion.head is not None and not problems:
+        problems += head_problems(completion.head.ids, completion.head.logprobs, completion.tokens, completion.logprobs)
+    if problems:
+        raise EngineError(f"request {request.id}: the engine returned {'; '.join(problems)}")

@@ -63,10 +63,11 @@ class Engine:
 
     def completion(self, i):
         tokens = np.array([ord(c) for c in "abab"[: i + 1]], np.int32)
-        head = TopK(np.tile(tokens[:, None], (1, 2)), np.full((i + 1, 2), -1, np.float32))
+        logprobs = -np.arange(1, i + 2, dtype=np.float32)
+        head = TopK(np.stack([tokens, tokens + 1], axis=1), np.stack([logprobs, logprobs - 1], axis=1))
         spans = (VersionSpan(5, 0, 1),) + ((VersionSpan(6, 1, i + 1),) if i else ())
         stop = StopReason.LENGTH if i == 1 else StopReason.STOP
-        return Completion(tokens, -np.arange(1, i + 2, dtype=np.float32), head, spans, stop)
+        return Completion(tokens, logprobs, head, spans, stop)
 
 
 def run(sampling=SAMPLING, engine=None):
@@ -142,3 +143,22 @@ def test_cancelling_a_collection_cancels_its_requests():
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(work())
     assert sorted(engine.cancelled) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"logprobs": np.array([np.nan], np.float32)}, "not 1 finite numbers"),
+        ({"tokens": np.zeros(0, np.int32)}, "0 tokens"),
+        ({"version_spans": (VersionSpan(5, 0, 2),)}, "do not cover"),
+        ({"head": TopK(np.array([[97, 97]], np.int32), np.array([[-1, -2]], np.float32))}, "an id twice"),
+        ({"head": TopK(np.array([[97, 98]], np.int32), np.array([[-0.5, -2]], np.float32))}, "a shift by a token"),
+    ],
+)
+def test_an_answer_that_is_not_consistent_stops_here(change, words):
+    class Broken(Engine):
+        def completion(self, i):
+            return dataclasses.replace(super().completion(0), **change)
+
+    with pytest.raises(EngineError, match=words):
+        run(engine=Broken())

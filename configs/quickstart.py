@@ -16,10 +16,8 @@ def get_config(variant: str = "") -> ConfigDict:
     c = base.get_config()
     c.run.name = "quickstart"
     c.model.path = "models/smollm2-135m-instruct"
-    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    two_digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-    c.tasks.sources.one_digit = base.source(dataset="chain_sum", options=ConfigDict(one_digit), size=1000, weight=0.3)
-    c.tasks.sources.two_digits = base.source(dataset="chain_sum", options=ConfigDict(two_digits), size=4000, weight=0.7)
+    terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    c.tasks.sources.sums = base.source(dataset="chain_sum", options=ConfigDict(terms), size=4000)
     c.tasks.system_prompt = "Give only the result."  # shorter than the one that SmolLM2's template adds
     c.tasks.held_out = 100
     c.rollout.tasks_per_update = 16
@@ -27,8 +25,10 @@ def get_config(variant: str = "") -> ConfigDict:
     c.rollout.max_new_tokens = 20
     c.engine.context = 96
     c.engine.prefill_buckets = (64,)
-    c.learner.updates = 20
+    c.learner.updates = 24
     c.learner.learning_rate = 1e-3
+    c.learner.schedule = "linear"
+    c.learner.final_learning_rate_fraction = 0.1
     c.learner.row_targets = 128
     if variant == "smoke":
         c.run.name = "smoke"

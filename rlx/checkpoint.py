@@ -74,15 +74,16 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the running save is complete. Raises what it failed with."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def restore(self, abstract: LearnerState, step: int | None = None) -> Restored:
         """The newest (or given) checkpoint, in the shapes, dtypes and sharding of `abstract`.
 
         Raises CheckpointError where there is none, or where its arrays have other names or shapes.
         """
+        self.wait()  # orbax counts a step that is still being written
         step = self.latest_step if step is None else step
         if step is None:
             raise CheckpointError(f"no checkpoint in {self.directory}")
@@ -110,8 +111,8 @@ def _check_arrays(saved: dict[str, str], wanted: dict[str, str], what: str) -> N
         if saved.get(path) != wanted.get(path)
     ]
     if different:
-        shown = "\n  ".join(different[:5])
+        shown, total = "\n  ".join(different[:5]), len(saved.keys() | wanted.keys())
         raise CheckpointError(
-            f"{what} does not fit this run ({len(different)} of {len(saved)} arrays differ):\n  {shown}\n"
+            f"{what} does not fit this run ({len(different)} of {total} arrays differ):\n  {shown}\n"
             "Were the model, lora.rank, lora.targets or the optimizer changed? Start a run under another run.name."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -27,7 +28,9 @@ def main() -> int:
         print(usage())
         return 0 if name else 2
     if name not in COMMANDS:
-        print(f"rlx: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; the nearest is {close[0]!r}" if close else ""
+        print(f"rlx: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     program = importlib.import_module(COMMANDS[name][0])
     arguments = sys.argv[2:] if name == "verify-model" else [f"rlx {name}", *sys.argv[2:]]

@@ -166,12 +166,15 @@ def test_the_adapter_is_peft_s(finished):
     assert all(np.abs(array).max() > 0 for array in tensors.values()), "B starts at zero and must have moved"
 
 
-def test_a_finished_run_is_not_run_again(finished, capsys):
+def test_a_finished_run_is_not_trained_again(finished, capsys):
     config, summary, directory = finished
-    files = {name: (directory / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl", "ledger.json")}
+    written, sampled = (directory / "metrics.jsonl").read_bytes(), tiny_run.samples(directory)
     again = train(config)
-    assert {name: (directory / name).read_bytes() for name in files} == files
-    assert again["eval/evaluations"] == summary["eval/evaluations"]
+    assert (directory / "metrics.jsonl").read_bytes() == written
+    assert tiny_run.samples(directory) == sampled
+    assert [again[key] for key in ("eval/evaluations", "ledger")] == [
+        json.loads(json.dumps(summary[key])) for key in ("eval/evaluations", "ledger")
+    ]
     assert "resumed after update 3" in capsys.readouterr().err
 
 
@@ -214,9 +217,8 @@ def test_updates_that_are_not_finite_stop_the_run(recipe, monkeypatch):
 def test_training_learns(recipe, tmp_path):
     """The model likes two digits; that only one of them is ever right must make it prefer that one."""
     tasks = tiny_run.digit_tasks(tmp_path / "tasks.jsonl", answers="7")
-    changes = {"run__name": "learns", "tasks__sources__digits__path": tasks, "learner__updates": 25}
-    summary = train(tiny_run.config(recipe, **changes, checkpoint__every=25, eval__attempts_per_task=8))
-    assert summary["eval/pass_rate_before"] < 0.2
-    assert summary["eval/pass_rate_after"] > 0.6
+    changes = {"run__name": "learns", "tasks__sources__digits__path": tasks, "learner__updates": 40}
+    summary = train(tiny_run.config(recipe, **changes, checkpoint__every=40, eval__attempts_per_task=8))
+    assert summary["eval/pass_rate_after"] > summary["eval/pass_rate_before"] + 0.3
     low, high = summary["eval/interval_after"][0], summary["eval/interval_before"][1]
     assert low > high, "the intervals must not overlap"

@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 from tokenizers.pre_tokenizers import ByteLevel
 
+from rlx import assemble
+from rlx.checkpoint import Checkpoints, Restored
 from rlx.config.flags import config_from_argv
 from rlx.config.schema import Config
+from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.models.hf import save_params
 from tests import tiny_model, tiny_tokenizer
 
@@ -30,7 +34,7 @@ def get_config():
     c.tasks.sources = {{"digits": base.source(path={tasks!r})}}
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 4
-    c.engine.slots = 32
+    c.engine.steps_per_dispatch = 1
     return c
 """
 
@@ -93,3 +97,20 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def samples(run: Path) -> list[dict[str, Any]]:
+    """samples.jsonl of a run without the one thing in it that is never the same twice."""
+    return [r | {"grade": {k: v for k, v in r["grade"].items() if k != "seconds"}} for r in records(run / "samples.jsonl")]
+
+
+def fresh_state(config: Config, model: assemble.Model) -> LearnerState:
+    return init_state(model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(0))
+
+
+def newest_checkpoint(config: Config) -> tuple[assemble.Model, Restored]:
+    model = assemble.load_model(config)
+    checkpoints = Checkpoints(Path(config.run.directory) / config.run.name / "checkpoints", keep=None)
+    restored = checkpoints.restore(fresh_state(config, model))
+    checkpoints.close()
+    return model, restored

@@ -41,7 +41,7 @@ def variants(module: ModuleType) -> tuple[str, ...]:
 def load_module(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(_no_such_file(path))
-    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path.absolute())
     if spec is None or spec.loader is None:
         raise ConfigError(f"--config={path}: a recipe is a Python file, its name ends in .py")
     module = importlib.util.module_from_spec(spec)
@@ -77,8 +77,9 @@ def _check_variant(recipe: str, module: ModuleType, variant: str) -> None:
 
 def _inside(path: Path, error: Exception) -> str:
     """The problem line for an error raised by the recipe's own code."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
+    file = str(path.absolute())  # what importlib calls it
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
         lines = [error.lineno]
     where = f"{path}:{lines[-1]}" if lines else f"{path}"
     return f"{where}: {type(error).__name__}: {error}"

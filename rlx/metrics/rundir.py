@@ -67,6 +67,9 @@ class RunDirectory:
         Raises:
           ValueError: where there are fewer.
         """
+        for file, count in ((self.metrics, to.metrics), (self.samples, to.samples)):
+            if file.count < count:
+                raise ValueError(f"{file.path} has {file.count} records, it had {count}: something else cut it")
         torn = self.metrics.torn + self.samples.torn
         return Rewound(self.metrics.keep(to.metrics), self.samples.keep(to.samples), torn)
 

@@ -70,11 +70,6 @@ def test_keep_drops_later_records_and_appending_goes_on(tmp_path, count, kept):
     assert writer.count == count + 1
 
 
-def test_records_that_are_missing_are_not_kept_in_silence(tmp_path):
-    with pytest.raises(ValueError, match=r"metrics\.jsonl has 4 records, it had 5"):
-        filled(tmp_path / "metrics.jsonl").keep(5)
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_file_cut_anywhere_loses_at_most_the_line_that_was_cut(tmp_path, data):

@@ -69,6 +69,14 @@ def test_rewind_drops_later_records_and_counts_torn_lines(tmp_path):
     assert read_jsonl(tmp_path / "samples.jsonl") == ([], 0)
 
 
+def test_rewind_drops_nothing_where_records_are_missing(tmp_path):
+    used_run(tmp_path)
+    with open_run(tmp_path, "auto") as run:
+        with pytest.raises(ValueError, match=r"samples\.jsonl has 1 records, it had 2: something else cut it"):
+            run.rewind(Records(0, 2))
+        assert run.records == Records(4, 1)
+
+
 def test_a_damaged_directory_gives_the_lock_up(tmp_path):
     used_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(b"{\n{}\n")

@@ -1,0 +1,151 @@
+"""From a configuration to a run's parts, on the tiny model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.base import get_config
+from rlx import assemble
+from rlx.config.parse import parse
+from rlx.learner.state import init_state, make_optimizer
+from rlx.models.lora import merge
+from tests import tiny_model, tiny_tokenizer
+from tests.learner import batches
+from tests.tiny_model import ARCH
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tiny_model.build(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def config(directory):
+    """Makes a configuration; changes are by dotted key."""
+
+    def make(**changes):
+        c = get_config()
+        c.model.path = directory
+        c.engine.update({"slots": 3, "context": 32, "prefill_buckets": (8, 16), "prefill_rows": 2})
+        c.engine.steps_per_dispatch = 3
+        c.rollout.max_new_tokens = 10
+        c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+        return parse(c)
+
+    return make
+
+
+@pytest.fixture
+def model(config):
+    return assemble.load_model(config())
+
+
+def adapter(config, model):
+    state = init_state(ARCH, config.lora, model.params, make_optimizer(config.learner), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype), state.trainable)
+
+
+def test_the_model_is_the_directorys(model):
+    assert model.arch == ARCH
+    jax.tree.map(np.testing.assert_array_equal, model.params, tiny_model.params())
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model.params))
+    assert model.tokenizer.decode(model.tokenizer.encode_prompt("1+1")).startswith("user\n1+1")
+
+
+def test_the_model_is_loaded_in_its_dtype(config):
+    half = assemble.load_model(config(model__dtype="bfloat16"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
+
+
+# --------------------------------------------------------------------------------------------------------------- policy
+
+
+def test_the_policy_is_the_model_with_its_adapter_merged(config, model):
+    c = config(lora__rank=2, lora__alpha=8.0)
+    trained = adapter(c, model)
+    policy = assemble.policy_params(c, model, trained)
+    wanted = merge(model.params, trained, 4.0)
+    assert jax.tree.structure(policy) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(policy), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+    assert policy["embed"] is model.params["embed"]
+    assert policy["layers"]["up_proj"]["kernel"] is model.params["layers"]["up_proj"]["kernel"]
+    assert not np.array_equal(policy["layers"]["q_proj"]["kernel"], model.params["layers"]["q_proj"]["kernel"])
+
+
+def test_the_policy_outlives_the_parameters_it_was_made_of(config, model):
+    """Without an adapter the engine's copy must not share buffers with a state that the next update overwrites."""
+    trained = jax.tree.map(jnp.copy, model.params)
+    policy = assemble.policy_params(config(lora__rank=0), model, trained)
+    jax.jit(lambda x: x, donate_argnums=0)(trained)
+    assert jax.tree.leaves(trained)[0].is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, policy, model.params)
+
+
+def test_the_policy_is_in_the_models_dtype(config, model):
+    policy = assemble.policy_params(config(lora__rank=0, model__dtype="bfloat16"), model, model.params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(policy)} == {jnp.dtype("bfloat16")}
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
+
+
+@pytest.mark.parametrize("centering, size", [("tis", 7), ("off", 0)])
+def test_heads_are_stored_where_the_objective_needs_them(config, centering, size):
+    assert assemble.head_size(config(rollout__head_size=7, objective__centering=centering)) == size
+
+
+def test_the_engine_serves_the_policy_and_stops_at_the_end_of_a_turn(config, model):
+    c = config(rollout__head_size=4)
+    engine = assemble.make_engine(c, model, model.params, version=5)
+    assert set(engine.config.stop_ids) == {tiny_tokenizer.IM_END, tiny_tokenizer.END_OF_TEXT}
+    assert (engine.config.slots, engine.config.context, engine.config.max_new_tokens) == (3, 32, 10)
+    assert engine.config.head_size == 4
+    assert engine.version == 5
+    assert engine.buckets == (8, 16, 32)
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+def test_evaluation_draws_from_another_stream(config):
+    c = config(run__seed=3, eval__temperature=0.5, eval__attempts_per_task=9, rollout__truncated="zero_reward")
+    train, evaluation = assemble.sampling(c), assemble.eval_sampling(c)
+    assert (train.temperature, train.group_size, train.zero_reward_truncated) == (1.0, 8, True)
+    assert (evaluation.temperature, evaluation.group_size, evaluation.zero_reward_truncated) == (0.5, 9, False)
+    seeds = [
+        s.seed
+        for seed in range(4)
+        for s in (assemble.sampling(config(run__seed=seed)), assemble.eval_sampling(config(run__seed=seed)))
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_step_is_compiled_for_what_the_configuration_says(config):
+    c = config(lora__rank=4, lora__alpha=2.0, rollout__temperature=0.7, model__remat="none", model__dtype="bfloat16")
+    step = assemble.step_config(c, ARCH, num_sequences=64)
+    assert (step.adapter_scale, step.temperature, step.remat, step.dtype) == (0.5, 0.7, False, "bfloat16")
+    assert (step.arch, step.num_sequences, step.objective) == (ARCH, 64, c.objective)
+    assert step.logprob_implementation is None
+    full = assemble.step_config(config(lora__rank=0, learner__logprob_implementation="reference"), ARCH, 64)
+    assert (full.adapter_scale, full.remat, full.logprob_implementation) == (None, True, "reference")
+
+
+def test_the_packing_holds_every_sample(config):
+    """64 samples of 32 tokens, 10 of them targets: 2 (64 · 32 / 256 + 64 · 10 / 64) + 1 = 37 rows in fours."""
+    c = config(learner__row_targets=64)
+    packing = assemble.packing_config(c, 64, head=4)
+    assert dataclasses.astuple(packing) == (256, 64, 4, 10, 4)
+    assert assemble.packing_config(config(), 64, head=0).row_targets == 256
+
+
+def test_the_batch_goes_to_the_device_as_it_is():
+    packed = batches.packed(batches.TRAJECTORIES)
+    on_device = assemble.device_batch(packed)
+    for field in dataclasses.fields(packed):
+        np.testing.assert_array_equal(getattr(on_device, field.name), getattr(packed, field.name))
+    assert assemble.device_batch(batches.packed(batches.TRAJECTORIES, head=False)).head_ids is None

@@ -1,0 +1,94 @@
+"""The `rlx` command: which program is called with what, and how errors are shown."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rlx import cli
+from tests import tiny_run
+
+
+def rlx(monkeypatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["rlx", *words])
+    return cli.main()
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_help_names_every_command(monkeypatch, capsys, word):
+    assert rlx(monkeypatch, word) == 0
+    printed = capsys.readouterr().out
+    assert "usage: rlx COMMAND" in printed
+    for name, (_, meaning) in cli.COMMANDS.items():
+        assert f"  rlx {name} " in printed
+        assert meaning in printed
+
+
+def test_no_command_is_not_success(monkeypatch, capsys):
+    assert rlx(monkeypatch) == 2
+    assert "usage: rlx COMMAND" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_named_with_what_there_is(monkeypatch, capsys):
+    assert rlx(monkeypatch, "trian", "--config=x.py") == 2
+    captured = capsys.readouterr()
+    assert "rlx: there is no command 'trian'" in captured.err
+    assert "the nearest is 'train'" in captured.err
+    assert "rlx export" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "verify-model"])
+def test_every_command_says_what_it_takes(monkeypatch, capsys, name):
+    with pytest.raises(SystemExit) as left:
+        rlx(monkeypatch, name, "--help")
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"rlx {name} --config=configs/" in printed, "an example"
+    assert "--config.KEY=VALUE" in printed
+
+
+def test_help_needs_no_jax():
+    code = "import sys; sys.argv = ['rlx', '--help']; from rlx import cli; cli.main(); sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_is_installed():
+    scripts = (tiny_run.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'rlx = "rlx.cli:main"' in scripts
+
+
+def test_what_a_user_can_mend_is_said_without_a_traceback(monkeypatch, capsys, tmp_path):
+    recipe = tiny_run.write(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text("{\n")
+    words = ("train", f"--config={recipe}")
+    assert rlx(monkeypatch, *words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"rlx train: {tmp_path / 'tasks.jsonl'}, line 1: not JSON")
+    assert "Traceback" not in error
+    monkeypatch.setenv("RLX_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        rlx(monkeypatch, *words)
+
+
+def test_a_wrong_configuration_is_said_with_every_problem(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as left:
+        rlx(monkeypatch, "train", "--config=configs/base.py", "--config.run.name=a/b")
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlx train: the configuration is wrong:\n")
+    assert "config.run.name = 'a/b'" in error
+    assert "config.model.path" in error
+
+
+def test_verify_model_takes_words(monkeypatch, capsys, tmp_path):
+    assert rlx(monkeypatch, "verify-model", str(tmp_path)) == 2
+    assert f"{tmp_path}/reference.npz" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command():
+    with tiny_run.start("rlx.cli", "nonsense") as process:
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "there is no command 'nonsense'" in error

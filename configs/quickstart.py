@@ -16,8 +16,11 @@ def get_config(variant: str = "") -> ConfigDict:
     c = base.get_config()
     c.run.name = "quickstart"
     c.model.path = "models/smollm2-135m-instruct"
-    terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-    c.tasks.sources.sums = base.source(dataset="chain_sum", options=ConfigDict(terms), size=4000)
+    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    two_digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    # The easy sums give the first groups with mixed rewards; there are only 200 of them.
+    c.tasks.sources.one_digit = base.source(dataset="chain_sum", options=ConfigDict(one_digit), size=1000, weight=0.3)
+    c.tasks.sources.two_digits = base.source(dataset="chain_sum", options=ConfigDict(two_digits), size=4000, weight=0.7)
     c.tasks.system_prompt = "Give only the result."  # shorter than the one that SmolLM2's template adds
     c.tasks.held_out = 100
     c.rollout.tasks_per_update = 16

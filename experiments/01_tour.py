@@ -5,7 +5,8 @@
 # it is moved towards those that were right. Every cell calls what `rlx train` calls, in the same order; at the end
 # `rlx train` itself does it all in one call.
 #
-# About two minutes on two CPU cores. The next stop is `rlx/train.py`, where these steps are a loop.
+# One to two minutes on two CPU cores. The next stop is `rlx/train.py`, where these steps are a loop. The figure goes to
+# `docs/figures`, or to the directory that `RLX_FIGURES` names.
 
 # %%
 # On Colab, take these lines out of their comments, once. REPOSITORY is the address this file came from.
@@ -17,6 +18,7 @@
 # %%
 import asyncio
 import json
+import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,9 +27,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from ml_collections import ConfigDict
 from rlx_kernels.logprob import token_stats
 
-from configs import quickstart
+from configs import base, quickstart
 from rlx import assemble
 from rlx.algos.advantages import advantages
 from rlx.config.checks import check
@@ -51,15 +54,15 @@ from rlx.train import describe, train
 # %% [markdown]
 # ## The model
 #
-# `make model` puts SmolLM2-135M-Instruct into `models/`. Where it is missing, a random model of 24,000 parameters takes
-# its place: all cells run, but it gets nothing right, so there is nothing to learn from.
+# `make model` puts SmolLM2-135M-Instruct into `models/`. Where it is missing, or `RLX_SMOKE` is set, a random model of
+# 24,000 parameters takes its place: all cells run, but it gets nothing right, so there is nothing to learn from.
 
 # %%
+SMOKE = bool(os.environ.get("RLX_SMOKE"))
+FIGURES = Path(os.environ.get("RLX_FIGURES", "docs/figures"))
 folder = Path(tempfile.mkdtemp())
-checkpoints = [p for p in map(Path, ("models", "../models")) if (p / "smollm2-135m-instruct").is_dir()]
-if checkpoints:
-    model_path = str(checkpoints[0] / "smollm2-135m-instruct")
-else:
+model_path = "models/smollm2-135m-instruct"
+if SMOKE or not Path(model_path).is_dir():
     from tests import tiny_model
 
     model_path = tiny_model.build(folder / "tiny")
@@ -76,7 +79,8 @@ print(model_path)
 recipe = quickstart.get_config()
 recipe.model.path = model_path
 recipe.run.directory, recipe.run.name = str(folder / "runs"), "tour"
-recipe.tasks.sources = {"one_digit": recipe.tasks.sources.one_digit}
+sums = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+recipe.tasks.sources = {"sums": base.source(dataset="chain_sum", options=ConfigDict(sums), size=400)}
 recipe.tasks.held_out = 8
 recipe.rollout.tasks_per_update, recipe.rollout.group_size = 4, 8
 recipe.rollout.max_new_tokens = 16
@@ -263,7 +267,8 @@ left.set(title="packed rows", xlabel="position, tokens", ylabel="row")
 right.axhline(0, color="grey", linewidth=0.5)
 right.scatter(advantage, moved, s=8, alpha=0.5)
 right.set(title="one update", xlabel="advantage", ylabel="change of log-prob, nats")
-figure.savefig(folder / "tour.png", dpi=100)
+FIGURES.mkdir(parents=True, exist_ok=True)
+figure.savefig(FIGURES / "01_tour.png", dpi=100)
 plt.show()
 for name, chosen in (("better than the group", advantage > 0), ("worse than the group", advantage < 0)):
     print(f"{name}: {chosen.sum()} tokens, moved by {moved[chosen].mean() if chosen.any() else 0:+.4f} on average")

@@ -142,7 +142,8 @@ class World(NamedTuple):
 WORLDS = {
     "on policy": World(0, 0.0, LUCK),
     "lag 128": World(128, 0.0, LUCK),
-    "mismatch": World(0, 1.0, LUCK),
+    "mismatch 1": World(0, 1.0, LUCK),
+    "mismatch 2": World(0, 2.0, LUCK),
     "lag 128, no luck": World(128, 0.0, 0.0),
 }
 METHODS = {
@@ -153,7 +154,7 @@ METHODS = {
     "TIS, centred": (ON["tis"], V),
 }
 LONGEST = max(world.lag for world in WORLDS.values())
-SEEDS, POINTS, BETWEEN = (2, 4, 5) if SMOKE else (8, 50, 40)
+SEEDS, POINTS, BETWEEN = (2, 4, 5) if SMOKE else (16, 40, 50)
 GROUPS, SIZE, RATE = 4, 8, 0.5
 
 
@@ -193,7 +194,7 @@ def train(config, k, world, key):
     def step(carry, key):
         history, update = carry
         sampler, logits = sampler_at(history, update), history[update % (LONGEST + 1)]
-        chosen = jax.random.categorical(key, sequence_logprobs(sampler), shape=group.shape)
+        chosen = jax.random.choice(key, len(EVERY), group.shape, p=jnp.exp(sequence_logprobs(sampler)))
         advantage = advantages(config, rewards[chosen], group, jnp.ones(group.shape, bool))
         targets = batch_of(sampler, chosen, advantage, jnp.full(group.shape, 1 / len(group)), k)
         new = logits - RATE * gradient_of(config, logits, chosen, targets)

@@ -46,8 +46,9 @@ def read_examples(path: str, tokenizer: ChatTokenizer, row_tokens: int) -> list[
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: not JSON ({error})") from error
-        texts = [record.get(k) if isinstance(record, dict) else None for k in ("question", "response")]
-        if not all(isinstance(text, str) and text for text in texts):
+        found = [record.get(k) for k in ("question", "response")] if isinstance(record, dict) else []
+        texts = [text for text in found if isinstance(text, str) and text]
+        if len(texts) < 2:
             raise ValueError(f'{where}: must be {{"question": TEXT, "response": TEXT}}, none of them empty')
         tokens, mask = tokenizer.encode_example(*texts)
         if len(tokens) > row_tokens:

@@ -324,7 +324,7 @@ def refuse_unsupported(config: Config) -> None:
     """Raise ConfigError for objectives that need what this loop does not run."""
     problems = []
     if not config.tasks.held_out:
-        problems.append("config.tasks.held_out = 0: rlx train measures before and after on held-out tasks; set at least 1")
+        problems.append("config.tasks.held_out = 0: rlx train measures before and after on these; set at least 1")
     if config.objective.advantage == "gae":
         problems.append("config.objective.advantage = 'gae': rlx train gives one advantage a sample; use 'group_mean'")
     if config.objective.kl_coefficient:

@@ -9,11 +9,13 @@ import pytest
 
 from configs.base import get_config
 from rlx import assemble
+from rlx.config.errors import ConfigError
 from rlx.config.parse import parse
 from rlx.learner.state import init_state, make_optimizer
 from rlx.models.lora import merge
 from tests import tiny_model, tiny_tokenizer
 from tests.learner import batches
+from tests.records import make_task
 from tests.tiny_model import ARCH
 
 
@@ -59,6 +61,29 @@ def test_the_model_is_the_directorys(model):
 def test_the_model_is_loaded_in_its_dtype(config):
     half = assemble.load_model(config(model__dtype="bfloat16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
+
+
+def test_a_context_beyond_the_models_positions_is_refused(config):
+    assert assemble.load_model(config(engine__context=512)).arch.max_positions == 512
+    with pytest.raises(ConfigError, match=r"config.engine.context = 513: .* for 512 positions .*; set at most 512"):
+        assemble.load_model(config(engine__context=513))
+
+
+def test_a_tokenizer_of_another_model_is_refused(config, tmp_path):
+    small = dataclasses.replace(ARCH, vocab_size=tiny_tokenizer.VOCAB_SIZE - 1)
+    path = tiny_model.build(tmp_path / "small", small)
+    with pytest.raises(ValueError, match=r"the tokenizer has 260 ids, the model's embedding 259"):
+        assemble.load_model(config(model__path=path))
+
+
+def test_prompts_must_leave_room_for_a_response(config, model):
+    tasks = [dataclasses.replace(make_task(i), question=question) for i, question in enumerate(["1+1", "1+11"])]
+    short, long = (len(model.tokenizer.encode_prompt(t.question)) for t in tasks)
+    assert assemble.check_prompts(config(engine__context=long + 1), model.tokenizer, tasks) is None
+    with pytest.raises(ConfigError, match=f"1 of 2 tasks; the longest prompt, sums/1, has {long} tokens"):
+        assemble.check_prompts(config(engine__context=long), model.tokenizer, tasks)
+    with pytest.raises(ConfigError, match="2 of 2 tasks"):
+        assemble.check_prompts(config(engine__context=short), model.tokenizer, tasks)
 
 
 # --------------------------------------------------------------------------------------------------------------- policy

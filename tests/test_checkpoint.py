@@ -102,6 +102,22 @@ def test_a_step_that_is_there_is_left_as_it_is(opened):
     assert checkpoints.restore(make_state()).host == {"first": True}
 
 
+def test_a_reader_removes_nothing(opened):
+    """A save that is under way has a directory of its own until it is complete."""
+    writer = opened(keep=2)
+    for step in (1, 2):
+        writer.save(step, make_state(seed=step), {"step": step})
+    writer.wait()
+    under_way = writer.directory / "3.orbax-checkpoint-tmp"
+    under_way.mkdir()
+    reader = opened(keep=None)
+    assert reader.latest_step == 2
+    assert reader.restore(make_state()).host == {"step": 2}
+    assert under_way.is_dir()
+    opened(keep=2)
+    assert not under_way.exists()
+
+
 def test_nothing_to_restore_is_said(opened):
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints"):
         opened().restore(make_state())

@@ -17,7 +17,12 @@ from tests import tiny_run
 
 def group(source: str, *rewards: float, length: int = 3) -> Group:
     task = Task(f"{source}/0", source, "question", "answer", "exact")
-    sample = {"head": None, "stop_reason": StopReason.STOP, "text": "", "version_spans": (VersionSpan(0, 1, 1 + length),)}
+    sample = {
+        "head": None,
+        "stop_reason": StopReason.STOP,
+        "text": "",
+        "version_spans": (VersionSpan(0, 1, 1 + length),),
+    }
     tokens, mask = np.zeros(1 + length, np.int32), np.arange(1 + length) > 0
     return Group(
         task,

@@ -42,9 +42,7 @@ def whole(recipe):
 def dense_logits(arch, params, adapter=None, scale=1.0) -> np.ndarray:
     tokens = jnp.arange(60).reshape(2, 30)
     positions = jnp.broadcast_to(jnp.arange(30), (2, 30))
-    hidden = forward(
-        arch, params, tokens, positions, jnp.ones_like(tokens), adapter=adapter, adapter_scale=scale
-    )
+    hidden = forward(arch, params, tokens, positions, jnp.ones_like(tokens), adapter=adapter, adapter_scale=scale)
     return np.asarray(logits(params, hidden))
 
 
@@ -94,7 +92,10 @@ def test_a_model_trained_whole_is_written_whole(whole, tmp_path):
     model, trainable = trained(config)
     served = jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), trainable)
     assert json.loads((directory / "model" / "config.json").read_text())["dtype"] == "bfloat16"
-    for written in (hf.load_params(directory / "model", model.arch, "bfloat16"), exported(config, tmp_path / "m").params):
+    for written in (
+        hf.load_params(directory / "model", model.arch, "bfloat16"),
+        exported(config, tmp_path / "m").params,
+    ):
         jax.tree.map(np.testing.assert_array_equal, written, served)
     assert not np.array_equal(served["embed"], np.asarray(model.params["embed"]))
 

@@ -65,6 +65,21 @@ def test_nothing_is_begun_after_the_signal():
     assert log == []
 
 
+def test_what_must_not_be_left_half_done_is_finished():
+    """Whether the signal comes in the middle of it or came before."""
+
+    async def work():
+        terminate()
+        await asyncio.sleep(0)
+        return "whole"
+
+    with Preemption() as preemption:
+        assert preemption.finish(work()) == "whole"
+        assert preemption.finish(work()) == "whole"
+        with pytest.raises(Preempted):
+            preemption.check()
+
+
 def test_the_former_handler_is_restored():
     former = signal.getsignal(signal.SIGTERM)
     seen = []

@@ -101,7 +101,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def samples(run: Path) -> list[dict[str, Any]]:
     """samples.jsonl of a run without the one thing in it that is never the same twice."""
-    return [r | {"grade": {k: v for k, v in r["grade"].items() if k != "seconds"}} for r in records(run / "samples.jsonl")]
+    return [
+        r | {"grade": {k: v for k, v in r["grade"].items() if k != "seconds"}} for r in records(run / "samples.jsonl")
+    ]
 
 
 def fresh_state(config: Config, model: assemble.Model) -> LearnerState:

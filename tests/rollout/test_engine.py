@@ -1,11 +1,12 @@
-"""What no engine should be sent is refused with the reason."""
+"""What no engine should be sent, and what none should answer, is refused with the reason."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from rlx.rollout.engine import EngineError, Request, check_request
+from rlx.rollout.engine import Completion, EngineError, Request, check_completion, check_request
+from rlx.types import StopReason, TopK, VersionSpan
 
 GOOD = Request("7:sums/3", np.arange(5, dtype=np.int32), seeds=(0, 2**32 - 1), max_new_tokens=1, temperature=0.0)
 
@@ -35,3 +36,46 @@ def test_good_requests_pass(dtype):
 def test_others_are_refused(change, said):
     with pytest.raises(EngineError, match=f"request 7:sums/3: .*{said}"):
         check_request(dataclasses.replace(GOOD, **change), vocab_size=5, context=6)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+ASKED = dataclasses.replace(GOOD, max_new_tokens=3)
+ANSWER = Completion(
+    tokens=np.array([4, 0], np.int32),
+    logprobs=np.log(np.array([0.5, 0.25], np.float32)),
+    head=TopK(np.array([[4, 1], [2, 3]], np.int32), np.log(np.array([[0.5, 0.3], [0.4, 0.35]], np.float32))),
+    version_spans=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)),
+    stop_reason=StopReason.STOP,
+)
+
+
+def test_good_answers_pass():
+    for answer in (ANSWER, dataclasses.replace(ANSWER, head=None)):
+        assert check_completion(ASKED, answer) is None
+    assert check_completion(dataclasses.replace(ASKED, max_new_tokens=2), ANSWER) is None
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"logprobs": ANSWER.logprobs[:1]}, r"log-probs of shape \(1,\) that are not 2 finite numbers"),
+        ({"logprobs": np.array([-np.inf, -1], np.float32)}, "not 2 finite numbers"),
+        ({"version_spans": ()}, "do not cover its 2 tokens"),
+        ({"version_spans": (VersionSpan(3, 0, 1),)}, "do not cover its 2 tokens"),
+        ({"version_spans": (VersionSpan(3, 0, 1), VersionSpan(4, 0, 2))}, "do not cover its 2 tokens"),
+        ({"version_spans": (VersionSpan(3, 1, 2),)}, "do not cover its 2 tokens"),
+        ({"head": TopK(ANSWER.head.ids, ANSWER.head.logprobs + np.float32(0.5))}, "a head whose mass is above 1"),
+        ({"logprobs": ANSWER.logprobs[::-1]}, "not the one its head has for it"),
+    ],
+)
+def test_other_answers_are_refused(change, said):
+    with pytest.raises(EngineError, match=f"request 7:sums/3: the engine returned .*{said}"):
+        check_completion(ASKED, dataclasses.replace(ANSWER, **change))
+
+
+@pytest.mark.parametrize("limit, count", [(1, 2), (3, 0)])
+def test_answers_of_a_wrong_length_are_refused(limit, count):
+    short = dataclasses.replace(ANSWER, tokens=ANSWER.tokens[:count])
+    with pytest.raises(EngineError, match=f"returned {count} tokens, where 1 to {limit} were asked for"):
+        check_completion(dataclasses.replace(ASKED, max_new_tokens=limit), short)

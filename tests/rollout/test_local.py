@@ -12,7 +12,7 @@ import pytest
 from rlx.config.schema import EngineConfig
 from rlx.models.hf import load_params, read_architecture
 from rlx.models.transformer import forward, logits
-from rlx.rollout.engine import EngineError
+from rlx.rollout.engine import EngineError, check_completion
 from rlx.types import StopReason, VersionSpan
 from tests import tiny_model
 from tests.rollout.serving import CONFIG, ask, assert_same, make_engine, serve, trainer_gap
@@ -153,6 +153,9 @@ def test_each_way_to_end(answers):
 
 def test_heads_are_descending_and_agree_with_the_sampled_tokens(answers):
     completions = [c for found in answers for c in found]
+    for request, found in zip(REQUESTS, answers, strict=True):
+        for completion in found:
+            check_completion(request, completion)
     assert all((np.diff(c.head.logprobs, axis=1) <= 0).all() for c in completions)
     hits = [(c.head.logprobs[c.head.ids == c.tokens[:, None]], c.logprobs) for c in completions]
     in_head = [np.isin(h, own) for h, own in hits]

@@ -1,8 +1,8 @@
 """GRPO-style RL of SmolLM2-135M-Instruct on sums of one and two digits, on two CPU cores.
 
-    make train
-    rlx train --config=configs/quickstart.py --config.learner.learning_rate=5e-4
-    rlx train --config=configs/quickstart.py:smoke    two updates, to see that everything works
+make train
+rlx train --config=configs/quickstart.py --config.learner.learning_rate=5e-4
+rlx train --config=configs/quickstart.py:smoke    two updates, to see that everything works
 """
 
 from ml_collections import ConfigDict

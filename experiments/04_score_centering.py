@@ -76,14 +76,14 @@ def batch_of(sampler, sequences, advantage, weights, k):
 
 
 def gradient_of(config, logits, sequences, targets):
-    """Of the objective. A table of logits is a head of identity weights."""
+    """(gradient of the objective, metrics). A table of logits is a head of identity weights."""
 
     def loss(logits):
         hidden = logits[STATES[sequences].ravel()]
         stats = token_stats(hidden, jnp.eye(V), targets.tokens, targets.head_ids, implementation="reference")
-        return objective(config, stats, targets)[0]
+        return objective(config, stats, targets)
 
-    return jax.grad(loss)(logits)
+    return jax.grad(loss, has_aux=True)(logits)
 
 
 EVERY = jnp.arange(2 * V**T)
@@ -93,7 +93,7 @@ EVERY = jnp.arange(2 * V**T)
 def expected_gradient(config, logits, sampler, advantage, k):
     """Over everything that the sampler can write."""
     targets = batch_of(sampler, EVERY, advantage, jnp.exp(sequence_logprobs(sampler)), k)
-    return gradient_of(config, logits, EVERY, targets)
+    return gradient_of(config, logits, EVERY, targets)[0]
 
 
 # %% [markdown]
@@ -105,7 +105,9 @@ def expected_gradient(config, logits, sampler, advantage, k):
 
 # %%
 base = dataclasses.replace(parse(get_config()).objective, centering="off")
-OFF = {f: dataclasses.replace(base, loss=loss) for f, loss in (("none", "reinforce"), ("tis", "tis"), ("mis", "icepop"))}
+OFF = {
+    f: dataclasses.replace(base, loss=loss) for f, loss in (("none", "reinforce"), ("tis", "tis"), ("mis", "icepop"))
+}
 ON = {f: dataclasses.replace(config, centering=f) for f, config in OFF.items()}
 HEADS = (1, 2, 4, V)
 ones = jnp.ones(len(EVERY))
@@ -154,7 +156,7 @@ METHODS = {
     "TIS, centred": (ON["tis"], V),
 }
 LONGEST = max(world.lag for world in WORLDS.values())
-SEEDS, POINTS, BETWEEN = (2, 4, 5) if SMOKE else (16, 40, 50)
+SEEDS, POINTS, BETWEEN = (2, 4, 5) if SMOKE else (12, 40, 40)
 GROUPS, SIZE, RATE = 4, 8, 0.5
 
 
@@ -197,7 +199,7 @@ def train(config, k, world, key):
         chosen = jax.random.choice(key, len(EVERY), group.shape, p=jnp.exp(sequence_logprobs(sampler)))
         advantage = advantages(config, rewards[chosen], group, jnp.ones(group.shape, bool))
         targets = batch_of(sampler, chosen, advantage, jnp.full(group.shape, 1 / len(group)), k)
-        new = logits - RATE * gradient_of(config, logits, chosen, targets)
+        new = logits - RATE * gradient_of(config, logits, chosen, targets)[0]
         return (history.at[(update + 1) % (LONGEST + 1)].set(new), update + 1), None
 
     def between(carry, keys):
@@ -229,3 +231,63 @@ for i, world in enumerate(WORLDS):
         print(f"{name:28}   {final.mean():.3f} ± {final.std():.3f}{numbers}")
 for name in ("REINFORCE, centred", "TIS, centred"):
     assert runs[name].drift.max() < 1e-6
+
+# %% [markdown]
+# * **Luck and lag.** REINFORCE's drift is many times its covariance. After an unlucky coin it feeds itself: p runs away
+#   from q, entropy is gone long before anything is learned, and what is left is luck. Centred, it learns.
+# * **No luck.** With the same lag and nothing but the reward of what was written, the mean advantage after a prefix is
+#   small, the drift too, and centering makes no difference. Subtracting the group's mean was enough.
+# * **TIS** has little drift of its own here: f(r) is the ratio wherever the cap is not reached, and the ratio needs no
+#   centering. Centering keeps it from losing entropy early; whether that ends in more quality depends on the world.
+# * **A head of 2 of 8** removes the part of the drift that it can see, and the rest feeds itself as before.
+#
+# ## What a run can see
+#
+# The exact drift needs all sequences. A run reports `centering/drift_norm` and `centering/covariance_norm`, which are
+# norms of single tokens: their noise does not cancel as it does in an average, so the covariance looks far larger beside
+# the drift than it is in the expected gradient. Watch how they change, not their ratio.
+
+# %%
+rewards = QUALITY + LUCK * COINS
+q = jnp.exp(sequence_logprobs(wrong))
+drawn = jax.random.choice(jax.random.key(1), len(EVERY), (256 if SMOKE else 4096,), p=q)
+batch = batch_of(wrong, drawn, rewards[drawn] - q @ rewards, jnp.ones(len(drawn)), V)
+metrics = jax.jit(gradient_of, static_argnums=0)(ON["none"], start, drawn, batch)[1].values()
+drift, covariance = metrics["centering/drift_norm"], metrics["centering/covariance_norm"]
+seen = look(OFF["none"], V, start, wrong, rewards)
+print(f"single tokens: drift {drift:.2f}, covariance {covariance:.2f}, ratio {drift / covariance:.2f}")
+print(f"expected gradient: drift {seen.drift:.3f}, covariance {seen.covariance:.3f}", end=", ")
+print(f"ratio {seen.drift / seen.covariance:.2f}")
+
+# %% [markdown]
+# ## The picture
+
+
+# %%
+def draw(axis, world, field, title, **settings):
+    i = list(WORLDS).index(world)
+    updates = BETWEEN * (1 + np.arange(POINTS))
+    for colour, (name, seen) in enumerate(runs.items()):
+        values = getattr(seen, field)[i]
+        axis.plot(updates, values.mean(0), color=f"C{colour}", label=name)
+        if field == "quality":
+            spread = values.std(0)
+            axis.fill_between(
+                updates, values.mean(0) - spread, values.mean(0) + spread, color=f"C{colour}", alpha=0.15, linewidth=0
+            )
+    axis.set(title=title, xlabel="updates", **settings)
+
+
+figure, axes = plt.subplots(2, 4, figsize=(16, 6.6), layout="constrained")
+for f, row in residues.items():
+    axes[0, 0].semilogy(["off", *(f"{k}" for k in HEADS)], row, marker="o", markersize=4, label=f"f: {f}")
+axes[0, 0].set(title="constant advantage: expected gradient", xlabel="K of 8 candidates", ylabel="norm")
+axes[0, 0].legend(fontsize=8)
+draw(axes[0, 1], "lag 128", "drift", "lag 128: drift", yscale="log", ylim=(1e-4, 1), ylabel="norm")
+draw(axes[0, 2], "lag 128", "covariance", "lag 128: covariance", yscale="log", ylim=(1e-4, 1), ylabel="norm")
+draw(axes[0, 3], "lag 128", "entropy", "lag 128: entropy", ylabel="nats a sequence")
+for axis, world in zip(axes[1], ("lag 128", "lag 128, no luck", "mismatch 1", "mismatch 2")):
+    draw(axis, world, "quality", f"{world}: quality", ylim=(0.4, 1), ylabel="expected quality")
+figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+FIGURES.mkdir(parents=True, exist_ok=True)
+figure.savefig(FIGURES / "04_score_centering.png", dpi=80)

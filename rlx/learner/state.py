@@ -25,7 +25,7 @@ class LearnerState:
 
 
 def learning_rate(config: LearnerConfig) -> optax.Schedule:
-    """Updates -> learning rate: linear warm-up from 0, then constant, linear or cosine decay to the final fraction."""
+    """Updates -> learning rate: linear warm-up, at its peak with the last of its updates, then the schedule."""
     peak, warmup = config.learning_rate, config.warmup_updates
     rest = max(config.updates - warmup, 1)
     final = config.final_learning_rate_fraction
@@ -36,7 +36,7 @@ def learning_rate(config: LearnerConfig) -> optax.Schedule:
     }[config.schedule]
     if not warmup:
         return after
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), after], [warmup])
 
 
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:

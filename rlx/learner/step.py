@@ -144,7 +144,7 @@ def update(
     Scalars: loss, grad_norm (before clipping), update_norm, finite (1 where the update was made).
     """
     loss, gradient, metrics = accumulate(config, state.trainable, frozen, batch)
-    grad_norm = optax.global_norm(gradient)
+    grad_norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     changes, optimizer_state = optimizer.update(gradient, state.optimizer, state.trainable)
     keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
@@ -158,7 +158,7 @@ def update(
     scalars = {
         "loss": loss,
         "grad_norm": grad_norm,
-        "update_norm": jnp.where(finite, optax.global_norm(changes), 0.0),
+        "update_norm": jnp.where(finite, optax.tree.norm(changes), 0.0),
         "finite": finite,
     }
     return new, scalars, metrics

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.graders import Grade, GraderPool
-from rlx.rollout.engine import Completion, Engine, Request, check_completion
+from rlx.rollout.engine import Completion, Engine, EngineError, Request, check_completion
 from rlx.types import Group, Sample, StopReason, Task, VersionSpan
 
 
@@ -64,6 +64,10 @@ async def _group(
         temperature=sampling.temperature,
     )
     completions = await engine.generate(request)
+    if len(completions) != sampling.group_size:
+        raise EngineError(
+            f"request {request.id}: {len(completions)} samples came, {sampling.group_size} were asked for"
+        )
     for completion in completions:
         check_completion(request, completion)
     texts = [tokenizer.decode(c.tokens) for c in completions]

@@ -52,7 +52,7 @@ class EngineStats:
 
 
 class LocalEngine:
-    """See the module's docstring. Use it from one event loop at a time."""
+    """See the module's docstring. Use one engine from one event loop only."""
 
     def __init__(
         self,

@@ -25,12 +25,12 @@ def test_constant():
 
 
 def test_warm_up_is_linear_and_comes_first():
-    assert rates(range(6), warmup_updates=4) == pytest.approx([0, 0.5, 1, 1.5, 2, 2])
+    assert rates(range(6), warmup_updates=4) == pytest.approx([0.5, 1, 1.5, 2, 2, 2])
 
 
 def test_linear_ends_at_its_fraction_with_the_last_update():
     found = rates([0, 2, 4, 9, 14, 50], schedule="linear", warmup_updates=4, final_learning_rate_fraction=0.1)
-    assert found == pytest.approx([0, 1, 2, 1.1, 0.2, 0.2])
+    assert found == pytest.approx([0.5, 1.5, 2, 1.1, 0.2, 0.2])
 
 
 def test_cosine_ends_at_its_fraction_with_the_last_update():
@@ -41,7 +41,7 @@ def test_cosine_ends_at_its_fraction_with_the_last_update():
 
 
 def test_more_warm_up_than_updates_still_has_a_schedule():
-    assert rates([0, 14, 20], schedule="linear", warmup_updates=20) == pytest.approx([0, 1.4, 2])
+    assert rates([0, 14, 20], schedule="linear", warmup_updates=20) == pytest.approx([0.1, 1.5, 2])
 
 
 # ------------------------------------------------------------------------------------------------------------ optimizer

@@ -3,7 +3,7 @@
 #
 # One update of reinforcement learning, taken apart. A small language model attempts sums, its attempts are graded, and
 # it is moved towards those that were right. Every cell calls what `rlx train` calls, in the same order; at the end
-# `rlx train` itself does it all in one call.
+# `rlx train` itself does all of it.
 #
 # One to two minutes on two CPU cores. The next stop is `rlx/train.py`, where these steps are a loop. The figure goes to
 # `docs/figures`, or to the directory that `RLX_FIGURES` names.
@@ -19,6 +19,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,12 +46,10 @@ from rlx.envs.grading import grade, score_answer
 from rlx.envs.tasks import build_tasks
 from rlx.learner.state import init_state, make_optimizer
 from rlx.learner.step import update
-from rlx.metrics.ledger import Ledger
 from rlx.models.spec import count_parameters
 from rlx.models.transformer import forward, head_matrix
 from rlx.parallel.runtime import use_compilation_cache
 from rlx.rollout.collect import collect
-from rlx.train import describe, train
 
 # %% [markdown]
 # ## The model
@@ -58,6 +58,8 @@ from rlx.train import describe, train
 # 24,000 parameters takes its place: all cells run, but it gets nothing right, so there is nothing to learn from.
 
 # %%
+if Path.cwd().name == "notebooks":  # where `make notebooks` puts this
+    os.chdir("..")
 SMOKE = bool(os.environ.get("RLX_SMOKE"))
 FIGURES = Path(os.environ.get("RLX_FIGURES", "docs/figures"))
 folder = Path(tempfile.mkdtemp())
@@ -102,6 +104,7 @@ try:
     parse(recipe)
 except ConfigError as error:
     print(error)
+recipe.objective.loss = config.objective.loss
 
 # %% [markdown]
 # ## Tasks and grading
@@ -289,14 +292,21 @@ for old, new in zip(groups, again):
 # %% [markdown]
 # Whether that is better on tasks that were never trained on is what twenty updates show: `make train`.
 #
-# ## All of it in one call, and what it leaves behind
+# ## All of it in one command, and what it leaves behind
 #
-# `train` does the above in a loop, measures before and after on the held-out tasks, and saves. The run's directory is
-# the whole record: start the same command again and it continues from the newest checkpoint, to the same bits.
+# `rlx train` does the above in a loop, measures before and after on the held-out tasks, and saves. It takes a recipe,
+# so here is ours as a file.
 
 # %%
-summary = train(config)
-print(describe(summary))
+text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({recipe.to_dict()!r})\n"
+(folder / "recipe.py").write_text(text)
+command = ["-m", "rlx.cli", "train", f"--config={folder / 'recipe.py'}"]
+print(subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+# %% [markdown]
+# The table is the ledger: every token that was ever sampled is in exactly one bin. Tokens that were paid for and not
+# trained on have a name here. The run's directory is the whole record: start the same command again and it continues
+# from the newest checkpoint, to the same bits.
 
 # %%
 run = folder / "runs" / "tour"
@@ -304,14 +314,5 @@ for path in sorted(run.iterdir()):
     print(f"{path.name:16} {'directory' if path.is_dir() else f'{path.stat().st_size:,} bytes'}")
 for line in (run / "metrics.jsonl").read_text().splitlines():
     record = json.loads(line)
-    shown = {name: round(value, 4) for name, value in record.items() if name in ("reward/mean", "eval/pass_rate")}
+    shown = {name: round(record[name], 3) for name in ("reward/mean", "eval/pass_rate") if name in record}
     print(f"update {record['update']}: {len(record) - 1} metrics, among them {shown}")
-
-# %% [markdown]
-# The ledger holds every token that was ever sampled, in exactly one bin. Tokens that were paid for and not trained on
-# have a name here.
-
-# %%
-ledger = Ledger()
-ledger.set_state(summary["ledger"])
-print(ledger.table())

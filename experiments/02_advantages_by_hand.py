@@ -109,9 +109,9 @@ for method, sums in push.items():
     print(f"{method:16}" + "".join(f"{value:7.2f}" for value in sums))
 
 # %% [markdown]
-# `group_mean` pulls most where half is right, like p (1 - p). `group_std` flattens that to its square root: a task with
-# one success in eight is pulled 0.66 times as hard as an even one, with `group_mean` 0.44 times. `mean_normalised` pulls
-# hardest on tasks that are hardly ever solved.
+# `group_mean` pulls most where half is right, like p (1 - p). `group_std` flattens that to its square root: a task
+# with one success in eight is pulled 0.66 times as hard as an even one, with `group_mean` 0.44 times. `mean_normalised`
+# pulls hardest on tasks that are hardly ever solved.
 
 # %%
 favour = {method: sums[1] / sums[SIZE // 2] for method, sums in push.items()}
@@ -121,8 +121,8 @@ assert favour["group_mean"] < favour["group_std"] < favour["mean_normalised"]
 # %% [markdown]
 # ## Credit along a response
 #
-# Every method so far gives all tokens of a sample the same. `gae` with the group's mean as critic lets credit decay with
-# the distance from the reward, which comes at the end; at γλ = 1 it is `group_mean` again.
+# Every method so far gives all tokens of a sample the same. `gae` with the group's mean as critic lets credit decay
+# with the distance from the reward, which comes at the end; at γλ = 1 it is `group_mean` again.
 
 # %%
 LENGTH = 16 if SMOKE else 64

@@ -59,9 +59,9 @@ def probabilities(logits):
 
 # %% [markdown]
 # A table of logits is a head of identity weights, so `token_stats` and `objective` run on it as they do on a language
-# model. `gradients` holds the gradient of each sequence as if it alone had been sampled: with those, the expectation of
-# a gradient is a sum weighted by q, and so is its variance. The advantage is the reward minus its mean under q, which is
-# the mean of an infinitely large group.
+# model. `gradients` holds the gradient of each sequence as if it alone had been sampled: with those, the expectation
+# of a gradient is a sum weighted by q, and so is its variance. The advantage is the reward minus its mean under q,
+# which is the mean of an infinitely large group.
 
 
 # %%
@@ -214,9 +214,19 @@ for i in [LAGS.index(lag) for lag in LAGS if lag in (8, 32, 64)]:
         print(f"{name:40}{numbers}" + "".join(f"{error(row[i], n):17.3f}" for n in BATCHES))
 
 # %% [markdown]
+# * **Token ratios** lower the deviation, hardly the bias. They mend the choice of a token, not the prefixes that q went
+#   through, nor what it wrote afterwards.
+# * **The sequence's ratio** mends all of it. At small lag it has the least bias and the least deviation; then its
+#   deviation grows without a bound and its effective sample size goes to nothing.
+# * **Capping it** costs nothing until the cap is reached. Then it cuts just the sequences that p has learned to prefer.
+# * **Clipping to a narrow band around q** gives up the tokens that have moved most. It is made for a few steps from q.
+# * **The effective sample size of token weights** stays high where the expected gradient has lost its direction: it
+#   tells how noisy the weights are, not how much bias is left.
+#
 # ## The picture
 
 # %%
+TICKS = [lag for lag in LAGS if lag not in (24, 48)]
 figure, axes = plt.subplots(1, 4, figsize=(16, 4.6), layout="constrained")
 PANELS = (
     ("bias", "log", lambda p: max(p.bias, 1e-4)),
@@ -227,7 +237,8 @@ PANELS = (
 for axis, (title, scale, value) in zip(axes, PANELS):
     for name, row in estimates.items():
         axis.plot(LAGS, [value(point) for point in row], marker="o", markersize=3, label=name)
-    axis.set(title=title, xlabel="lag, updates", yscale=scale)
+    axis.set(title=title, xlabel="lag, updates", yscale=scale, xscale="symlog", xlim=(-0.2, LAGS[-1] * 1.2))
+    axis.set_xticks(TICKS, [f"{lag}" for lag in TICKS])
 axes[0].set(ylabel="units of the exact gradient's norm", ylim=(1e-3, None))
 figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 FIGURES.mkdir(parents=True, exist_ok=True)

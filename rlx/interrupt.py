@@ -24,6 +24,11 @@ class Preemption:
         self._task: asyncio.Task[Any] | None = None
 
     def __enter__(self) -> Preemption:
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError(
+                "an event loop is running already, as in a notebook, and a run needs one of its own: start it as a "
+                "process, `rlx train --config=...`"
+            )
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         self._runner.__enter__()
         return self

@@ -1,5 +1,6 @@
 """`rlx train` from end to end on a tiny model: what a run leaves behind, and that it learns."""
 
+import asyncio
 import json
 
 import numpy as np
@@ -188,6 +189,14 @@ def test_a_finished_run_is_not_trained_again(finished, capsys):
 def test_a_resumed_run_says_which_settings_are_new(finished, capsys):
     train(tiny_run.config(finished[2].parents[1] / "recipe.py", **CHANGES, learner__learning_rate=3e-3))
     assert "other settings until here: learner.learning_rate: 0.01 -> 0.003" in capsys.readouterr().err
+
+
+def test_in_a_notebook_the_way_out_is_the_command(recipe):
+    async def cell():
+        train(tiny_run.config(recipe, run__name="notebook"))
+
+    with pytest.raises(RuntimeError, match=r"as in a notebook.* start it as a process, `rlx train"):
+        asyncio.run(cell())
 
 
 def test_a_run_without_signal_stops_and_says_why(recipe, tmp_path):

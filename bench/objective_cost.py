@@ -89,7 +89,10 @@ def case_of(config: Config, changes: dict, implementation: str | None) -> Case:
         held[0], scalars, metrics = compiled(held[0], params, batch)
         jax.block_until_ready((scalars, metrics))
 
-    return Case(run, compiled.memory_analysis().temp_size_in_bytes)
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError(f"the {jax.default_backend()} backend does not say how much memory a program needs")
+    return Case(run, memory.temp_size_in_bytes)
 
 
 def measure(cases: dict[str, Case], repeats: int) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     c.run = ConfigDict()
     c.run.name = "run"  # the run's directory is <directory>/<name>
     c.run.directory = "runs"
-    c.run.seed = 0  # of everything that is drawn
+    c.run.seed = 0  # of samples, adapters and the order of SFT examples; tasks have tasks.seed
     c.run.resume = "auto"  # auto: continue where a checkpoint exists | never: refuse a used directory | must
     c.run.compilation_cache = ".cache/jax"  # directory of XLA's persistent cache, "" = none
 
@@ -62,7 +62,7 @@ def get_config() -> ConfigDict:
     c.rollout.head_size = 128  # K likeliest tokens stored with every sampled token, 0 = none
     c.rollout.truncated = "score"  # score | mask | zero_reward: responses cut by max_new_tokens
     c.rollout.filter_no_signal = True  # do not train on groups whose rewards are all equal
-    c.rollout.no_signal_limit = 20  # collections in a row without any signal that stop the run
+    c.rollout.no_signal_limit = 20  # with the filter on: collections in a row without any signal that stop the run
 
     c.engine = ConfigDict()
     c.engine.kind = "local"  # local: the embedded engine
@@ -73,9 +73,9 @@ def get_config() -> ConfigDict:
     c.engine.steps_per_dispatch = 8  # tokens decoded between two looks of the host
 
     c.learner = ConfigDict()
-    c.learner.updates = 100
+    c.learner.updates = 100  # collections; one without any signal makes no optimizer update
     c.learner.learning_rate = 1e-4
-    c.learner.schedule = "constant"  # constant | linear | cosine, after the warm-up
+    c.learner.schedule = "constant"  # constant | linear | cosine, after the warm-up; over the optimizer updates made
     c.learner.warmup_updates = 0
     c.learner.final_learning_rate_fraction = 0.0  # of learning_rate, where linear and cosine end
     c.learner.b1 = 0.9  # Adam

@@ -33,6 +33,7 @@ def get_config(variant: str = "") -> ConfigDict:
     c.learner.schedule = "linear"
     c.learner.final_learning_rate_fraction = 0.1
     c.learner.row_targets = 128
+    c.checkpoint.every = 10
     if variant == "smoke":
         c.run.name = "smoke"
         c.learner.updates = 2

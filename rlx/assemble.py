@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.data.packing import PackedBatch, PackingConfig, capacity_for
+from rlx.data.pipeline import TaskStream
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
+from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import Batch, StepConfig
-from rlx.models import hf
+from rlx.models import files, hf
 from rlx.models.lora import adapter_scale, merge
 from rlx.models.spec import Architecture, Params
 from rlx.rollout.collect import Sampling
@@ -29,6 +32,7 @@ class Model:
     arch: Architecture
     params: Params
     tokenizer: ChatTokenizer
+    fingerprint: str  # of its files: what a checkpoint of its adapter belongs to
 
 
 def load_model(config: Config) -> Model:
@@ -40,24 +44,32 @@ def load_model(config: Config) -> Model:
             f"config.engine.context = {context}: the model in {path} was made for {arch.max_positions} positions "
             f"(max_position_embeddings in its config.json); set at most {arch.max_positions}"
         )
+    if head_size(config) > arch.vocab_size:
+        raise ConfigError(
+            f"config.rollout.head_size = {config.rollout.head_size}: the model in {path} has {arch.vocab_size} tokens; "
+            "set at most that"
+        )
     tokenizer = load_chat_tokenizer(path, config.tasks.system_prompt, config.tasks.suffix)
     if tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {arch.vocab_size} "
             "(vocab_size in config.json): they are of different models"
         )
-    return Model(arch, jax.tree.map(jnp.asarray, hf.load_params(path, arch, config.model.dtype)), tokenizer)
+    params = jax.tree.map(jnp.asarray, hf.load_params(path, arch, config.model.dtype))
+    return Model(arch, params, tokenizer, files.fingerprint(path))
 
 
 def check_prompts(config: Config, tokenizer: ChatTokenizer, tasks: Iterable[Task]) -> None:
-    """Raises ConfigError where a task's prompt leaves no room for a response in the engine's context."""
+    """Raises ConfigError where a prompt with rollout.max_new_tokens behind it does not fit the engine's context."""
     lengths = {task.id: len(tokenizer.encode_prompt(task.question)) for task in tasks}
     longest = max(lengths, key=lambda name: lengths[name])
-    if lengths[longest] >= config.engine.context:
-        count = sum(length >= config.engine.context for length in lengths.values())
+    room = config.engine.context - config.rollout.max_new_tokens
+    if lengths[longest] > room:
+        count = sum(length > room for length in lengths.values())
         raise ConfigError(
-            f"config.engine.context = {config.engine.context}: no room for a response to {count} of {len(lengths)} "
-            f"tasks; the longest prompt, {longest}, has {lengths[longest]} tokens; set more, or leave these tasks out"
+            f"config.engine.context = {config.engine.context}: no room for {config.rollout.max_new_tokens} tokens of "
+            f"response to {count} of {len(lengths)} tasks; the longest prompt, {longest}, has {lengths[longest]}; "
+            f"set at least {lengths[longest] + config.rollout.max_new_tokens}, or leave these tasks out"
         )
 
 
@@ -73,6 +85,27 @@ def policy_params(config: Config, model: Model, trainable: Params) -> Params:
         layers = _merged({"layers": touched}, trainable, adapter_scale(config.lora))
         return {**model.params, "layers": {**model.params["layers"], **layers}}
     return jax.tree.map(lambda x: jnp.asarray(x, config.model.dtype, copy=True), trainable)
+
+
+def task_stream(config: Config, tasks: Sequence[Task]) -> TaskStream:
+    weights = {name: source.weight for name, source in config.tasks.sources.items()}
+    return TaskStream(tasks, weights, config.tasks.seed)
+
+
+def fresh_state(config: Config, model: Model) -> LearnerState:
+    """The learner's state before its first update."""
+    return init_state(
+        model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(config.run.seed)
+    )
+
+
+def check_model(config: Config, model: Model, host: Mapping[str, Any], what: str) -> None:
+    """Raises ConfigError where the checkpoint whose host state this is was made with another model."""
+    if host["model"] != model.fingerprint:
+        raise ConfigError(
+            f"config.model.path = {config.model.path!r}: {what} was made with another model; give the one that it "
+            "began with, or another config.run.name"
+        )
 
 
 def head_size(config: Config) -> int:

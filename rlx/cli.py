@@ -7,6 +7,8 @@ import importlib
 import os
 import sys
 
+from rlx.config.errors import ConfigError
+
 # Imported when they are asked for: `rlx --help` needs no jax.
 COMMANDS = {
     "train": ("rlx.train", "train a policy by RL"),
@@ -32,10 +34,17 @@ def main() -> int:
         hint = f"; the nearest is {close[0]!r}" if close else ""
         print(f"rlx: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
+    return run(name, sys.argv[2:])
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """The program `name` with its arguments: its exit status, and 1 or 2 with a message where it raises one."""
     program = importlib.import_module(COMMANDS[name][0])
-    arguments = sys.argv[2:] if name == "verify-model" else [f"rlx {name}", *sys.argv[2:]]
     try:
-        return program.main(arguments)
+        return program.main(arguments if name == "verify-model" else [f"rlx {name}", *arguments])
+    except ConfigError as error:
+        print("\n".join(f"rlx {name}: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
     except (ValueError, OSError, RuntimeError) as error:
         # What a user can mend says so itself; a traceback would bury it. RLX_TRACEBACK=1 shows it all the same.
         if os.environ.get("RLX_TRACEBACK"):

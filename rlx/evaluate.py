@@ -11,22 +11,20 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
-from rlx import assemble
-from rlx.checkpoint import Checkpoints
+from rlx import assemble, cli
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config, EvalConfig
+from rlx.data.trajectories import graded
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
-from rlx.learner.state import init_state, make_optimizer
+from rlx.export import check_run, newest, run_path
 from rlx.metrics.rollout import PASS
 from rlx.metrics.statistics import pass_at_k, wilson_interval
 from rlx.parallel import runtime
@@ -37,12 +35,16 @@ from rlx.types import Group, StopReason, Task
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """`attempts` = tasks x attempts a task; the interval is Wilson's over attempts."""
+    """The interval is Wilson's over attempts, as if attempts at one task were independent.
+
+    An attempt whose grading failed is no verdict: it is counted in `failed_gradings` and nowhere else.
+    """
 
     pass_rate: float
     pass_rate_low: float
     pass_rate_high: float
     attempts: int
+    failed_gradings: int
     tasks: int
     tokens: int
     reward_mean: float
@@ -83,7 +85,12 @@ async def evaluate(
 
 
 def summarise(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
+    groups, failed = [graded(g) for g in groups], sum(len(g.samples) - len(graded(g).samples) for g in groups)
     samples = [s for g in groups for s in g.samples]
+    if not samples:
+        raise ValueError(
+            f"all {failed} gradings of the evaluation failed; see samples.jsonl, grade.detail, for the reason"
+        )
     passed = [s.reward >= PASS for s in samples]
     low, high = wilson_interval(sum(passed), len(passed), config.confidence)
     counts = [(len(g.samples), sum(s.reward >= PASS for s in g.samples)) for g in groups]
@@ -93,40 +100,44 @@ def summarise(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
         pass_rate_low=low,
         pass_rate_high=high,
         attempts=len(samples),
+        failed_gradings=failed,
         tasks=len(groups),
         tokens=sum(s.num_written for s in samples),
         reward_mean=float(np.mean([s.reward for s in samples])),
         response_length_mean=float(np.mean([s.num_written for s in samples])),
         truncated_fraction=float(np.mean([s.stop_reason is StopReason.LENGTH for s in samples])),
-        pass_at_k={str(k): float(np.mean([pass_at_k(n, c, k) for n, c in counts])) for k in config.k},
+        pass_at_k={
+            str(k): float(np.mean([pass_at_k(n, c, k) for n, c in counts if n >= k]))
+            for k in config.k
+            if any(n >= k for n, _ in counts)
+        },
         by_source={
             source: float(np.mean([s.reward >= PASS for s in samples if s.task.source == source])) for source in sources
         },
     )
 
 
-def evaluate_run(config: Config) -> tuple[int, EvalResult]:
-    """(version, result) of the newest checkpoint of the run that `config` names; of the model itself where it has none.
+def evaluate_run(config: Config) -> tuple[int | None, EvalResult]:
+    """(version, result) of the newest checkpoint of the run that `config` names; of the model itself, with version
+    None, where it has none.
 
     Raises what `rlx.run.open_training` raises for tasks, model and checkpoint.
     """
     runtime.use_compilation_cache(config.run.compilation_cache)
     if not config.tasks.held_out:
         raise ConfigError("config.tasks.held_out = 0: there is nothing to evaluate on; set at least 1")
-    _, held_out = build_tasks(config.tasks)
+    check_run(config)
+    train_tasks, held_out = build_tasks(config.tasks)
     model = assemble.load_model(config)
     assemble.check_prompts(config, model.tokenizer, held_out)
-    state = init_state(
-        model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(config.run.seed)
-    )
-    directory = Path(config.run.directory) / config.run.name / "checkpoints"
-    if directory.is_dir():
-        checkpoints = Checkpoints(directory, keep=None)
-        state = checkpoints.restore(state).state if checkpoints.latest_step is not None else state
-        checkpoints.close()
-    version = int(state.version)
+    restored = newest(config, model)
+    state = assemble.fresh_state(config, model) if restored is None else restored.state
+    if restored is not None:
+        # Other tasks under the same settings, as from a changed file: some held out now may have been trained on.
+        assemble.task_stream(config, train_tasks).set_state(restored.host["stream"])
+    version = None if restored is None else int(state.version)
     policy = assemble.policy_params(config, model, state.trainable)
-    engine = assemble.make_engine(config, model, policy, version)
+    engine = assemble.make_engine(config, model, policy, version or 0)
     with GraderPool(config.grader, sorted({t.grader for t in held_out})) as graders:
         job = evaluate(engine, graders, model.tokenizer, held_out, config.eval, assemble.eval_sampling(config))
         return version, asyncio.run(job)[0]
@@ -137,10 +148,11 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv if argv is None else argv
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
     version, result = evaluate_run(config)
-    print(f"version {version}: {result}")
+    which = f"no checkpoint in {run_path(config)}: the model itself" if version is None else f"version {version}"
+    print(f"{which}: {result}")
     print(json.dumps({"version": version, **result.to_dict()}))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run("evaluate", sys.argv[1:]))

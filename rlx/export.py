@@ -10,14 +10,15 @@ import shutil
 import sys
 from pathlib import Path
 
-import jax
 from absl import flags
 
-from rlx import assemble
-from rlx.checkpoint import CheckpointError, Checkpoints
+from rlx import assemble, cli
+from rlx.checkpoint import Checkpoints, Restored
 from rlx.config.flags import config_or_exit
+from rlx.config.identity import POLICY, check_same
 from rlx.config.schema import Config
-from rlx.learner.state import LearnerState, init_state, make_optimizer
+from rlx.learner.state import LearnerState
+from rlx.metrics.jsonl import read_json
 from rlx.models import hf, peft
 
 
@@ -40,6 +41,33 @@ def write_merged(config: Config, model: assemble.Model, state: LearnerState, pat
     hf.save_params(path, model.arch, params, config.model.dtype, tokenizer_from=config.model.path)
 
 
+def run_path(config: Config) -> Path:
+    return Path(config.run.directory) / config.run.name
+
+
+def check_run(config: Config) -> None:
+    """Raises ConfigError where the run that `config` names was made with another model, adapter or tasks."""
+    written = run_path(config) / "config.json"
+    if written.is_file():
+        check_same(read_json(written), config, POLICY, str(run_path(config)))
+
+
+def newest(config: Config, model: assemble.Model) -> Restored | None:
+    """The newest checkpoint of the run that `config` names, None where it has none. Changes nothing on the disk."""
+    directory = run_path(config) / "checkpoints"
+    if not directory.is_dir():
+        return None
+    checkpoints = Checkpoints(directory, keep=None)
+    try:
+        if checkpoints.latest_step is None:
+            return None
+        restored = checkpoints.restore(assemble.fresh_state(config, model))
+        assemble.check_model(config, model, restored.host, str(run_path(config)))
+        return restored
+    finally:
+        checkpoints.close()
+
+
 def main(argv: list[str] | None = None) -> int:
     """`rlx export`: 0 when written, 1 where the run has no checkpoint, 2 for a wrong configuration or target."""
     argv = sys.argv if argv is None else argv
@@ -49,26 +77,18 @@ def main(argv: list[str] | None = None) -> int:
     if not target.value or Path(target.value).exists():
         print(f"rlx export: --to={target.value!r} must name a directory that does not exist yet", file=sys.stderr)
         return 2
-    source = Path(config.run.directory) / config.run.name / "checkpoints"
-    if not source.is_dir():
-        print(f"rlx export: {source} does not exist; train first, or give --config.run.name", file=sys.stderr)
-        return 1
+    check_run(config)
     model = assemble.load_model(config)
-    fresh = init_state(
-        model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(config.run.seed)
-    )
-    checkpoints = Checkpoints(source, keep=None)
-    try:
-        restored = checkpoints.restore(fresh)
-    except CheckpointError as error:
-        print(f"rlx export: {error}", file=sys.stderr)
+    restored = newest(config, model)
+    if restored is None:
+        print(
+            f"rlx export: {run_path(config)} has no checkpoint; train first, or give --config.run.name", file=sys.stderr
+        )
         return 1
-    finally:
-        checkpoints.close()
     write_merged(config, model, restored.state, Path(target.value))
     print(f"version {int(restored.state.version)} of {config.run.name} is in {target.value}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run("export", sys.argv[1:]))

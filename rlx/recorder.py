@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,8 @@ class Recorder:
         self._config, self._run = config, run
         rewound = run.rewind(records)
         changes = [] if restored < 0 else changed_settings(read_json(run.config), to_dict(config))
+        # It would be that of an earlier end of this run.
+        run.summary.unlink(missing_ok=True)
         write_json(run.config, to_dict(config))
         self._tensorboard = TensorBoard(run.events, restored, to_dict(config)) if config.metrics.tensorboard else None
         self.progress = Progress(config.learner.updates, max(restored, 0), config.metrics.skip_updates)
@@ -58,25 +61,26 @@ class Recorder:
         if self._tensorboard is not None:
             self._tensorboard.scalars(scalars, update)
             if update % self._config.metrics.histograms_every == 0:
-                for name, values in arrays.items():
+                for name, values in ((n, v) for n, v in arrays.items() if len(v)):
                     self._tensorboard.histogram(name, np.asarray(values), update)
             if update % self._config.metrics.samples_every == 0:
                 self._tensorboard.text("response/samples", samples_table(self._chosen(groups)), update)
         self.progress.update(
             Shown(
-                reward=scalars["reward/mean"],
-                pass_rate=scalars["reward/pass_rate"],
+                reward=scalars.get("reward/mean", math.nan),
+                pass_rate=scalars.get("reward/pass_rate", math.nan),
                 tokens_per_second=scalars.get("throughput/generated_tokens_per_second"),
                 lag=scalars.get("offpolicy/age_mean", 0.0),
             )
         )
 
-    def evaluation(self, update: int, scalars: Mapping[str, float], groups: Sequence[Group]) -> None:
+    def evaluation(self, label: str, update: int, scalars: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """`label`: base, before, after, or the update it was made at."""
         check_names(scalars)
-        self._run.metrics.append({"update": update, **scalars})
+        self._run.metrics.append({"update": update, "label": label, **scalars})
         for group in groups:
             for sample in group.samples:
-                self._run.samples.append({"update": update, "phase": "eval", **sample_record(sample)})
+                self._run.samples.append({"update": update, "phase": "eval", "label": label, **sample_record(sample)})
         if self._tensorboard is not None:
             self._tensorboard.scalars(scalars, update)
             self._tensorboard.text("eval/samples", samples_table(self._chosen(groups)), update)

@@ -9,21 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 
 from rlx import assemble
 from rlx.checkpoint import Checkpoints
+from rlx.config.identity import RUN, check_same
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
 from rlx.data.pipeline import TaskStream
 from rlx.envs.graders import GraderPool, check_gold_answers
 from rlx.envs.tasks import build_tasks
 from rlx.interrupt import Preemption
-from rlx.learner.state import LearnerState, init_state, make_optimizer
+from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import StepConfig
+from rlx.metrics.jsonl import read_json
 from rlx.metrics.ledger import Ledger
-from rlx.metrics.rundir import Records, open_run
+from rlx.metrics.rundir import Records, RunDirectory, RunDirectoryError, open_run
 from rlx.metrics.timers import Timers
 from rlx.parallel import runtime
 from rlx.recorder import Recorder
@@ -86,6 +87,7 @@ class Run:
             "stream": self.stream.get_state(),
             "ledger": self.ledger.get_state(),
             "records": self.recorder.records,
+            "model": self.model.fingerprint,
         }
 
     def save(self, host: dict[str, Any]) -> None:
@@ -93,6 +95,14 @@ class Run:
         self.recorder.sync()
         self.recorder.ledger(self.ledger)
         self.checkpoints.save(host["progress"]["update"], self.state, host)
+
+
+def refuse_to_overwrite(directory: RunDirectory) -> None:
+    """Raise RunDirectoryError where a finished run's checkpoints are gone: starting anew would erase its records."""
+    if directory.summary.exists():
+        raise RunDirectoryError(
+            f"{directory.path} holds a finished run without its checkpoints: choose another run.name, or remove it"
+        )
 
 
 @contextlib.contextmanager
@@ -106,8 +116,7 @@ def open_training(config: Config) -> Iterator[Run]:
     started = time.monotonic()
     runtime.use_compilation_cache(config.run.compilation_cache)
     train_tasks, held_out = build_tasks(config.tasks)
-    weights = {name: source.weight for name, source in config.tasks.sources.items()}
-    stream = TaskStream(train_tasks, weights, config.tasks.seed)
+    stream = assemble.task_stream(config, train_tasks)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(open_run(Path(config.run.directory) / config.run.name, config.run.resume))
         preemption = stack.enter_context(Preemption())
@@ -117,12 +126,16 @@ def open_training(config: Config) -> Iterator[Run]:
         model = assemble.load_model(config)
         assemble.check_prompts(config, model.tokenizer, [*train_tasks, *held_out])
         optimizer = make_optimizer(config.learner)
-        state = init_state(model.arch, config.lora, model.params, optimizer, jax.random.key(config.run.seed))
+        state = assemble.fresh_state(config, model)
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
         stack.callback(checkpoints.close)
         progress, ledger, restored = Progress(), Ledger(), None
-        if checkpoints.latest_step is not None:
+        if checkpoints.latest_step is None:
+            refuse_to_overwrite(directory)
+        else:
+            check_same(read_json(directory.config), config, RUN, str(directory.path))
             restored = checkpoints.restore(state)
+            assemble.check_model(config, model, restored.host, str(directory.path))
             state, progress = restored.state, Progress(**restored.host["progress"])
             stream.set_state(restored.host["stream"])
             ledger.set_state(restored.host["ledger"])

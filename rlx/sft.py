@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -20,23 +20,32 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from rlx import assemble
+from rlx import assemble, cli
 from rlx.config.flags import config_or_exit
 from rlx.config.objective import ObjectiveConfig
 from rlx.config.schema import Config
 from rlx.data.packing import Trajectory, pack
 from rlx.envs.chat import ChatTokenizer
+from rlx.envs.extract import normalise_text
 from rlx.export import write_merged
-from rlx.learner.state import LearnerState, init_state, make_optimizer
+from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import update
 from rlx.parallel import runtime
 from rlx.run import Run
+from rlx.types import Task
 
 Report = Callable[[int, dict[str, float]], None]
 
 
-def read_examples(path: str, tokenizer: ChatTokenizer, row_tokens: int) -> list[Trajectory]:
-    """The examples of a JSONL file, tokenised. Raises ValueError with file, line and what is wrong there."""
+def read_examples(
+    path: str, tokenizer: ChatTokenizer, row_tokens: int, held_out: Iterable[Task] = ()
+) -> list[Trajectory]:
+    """The examples of a JSONL file, tokenised.
+
+    Raises ValueError with file, line and what is wrong there; a question of the held-out tasks is wrong, too: what an
+    evaluation asks must not have been taught.
+    """
+    asked = {normalise_text(task.question) for task in held_out}
     examples = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -50,6 +59,8 @@ def read_examples(path: str, tokenizer: ChatTokenizer, row_tokens: int) -> list[
         texts = [text for text in found if isinstance(text, str) and text]
         if len(texts) < 2:
             raise ValueError(f'{where}: must be {{"question": TEXT, "response": TEXT}}, none of them empty')
+        if normalise_text(texts[0]) in asked:
+            raise ValueError(f"{where}: the question {texts[0]!r} is one of the held-out tasks; remove the example")
         tokens, mask = tokenizer.encode_example(*texts)
         if len(tokens) > row_tokens:
             raise ValueError(f"{where}: {len(tokens)} tokens; learner.row_tokens holds {row_tokens}")
@@ -60,11 +71,11 @@ def read_examples(path: str, tokenizer: ChatTokenizer, row_tokens: int) -> list[
     return examples
 
 
-def sft_examples(config: Config, model: assemble.Model) -> list[Trajectory]:
+def sft_examples(config: Config, model: assemble.Model, held_out: Iterable[Task] = ()) -> list[Trajectory]:
     """The examples of `config.sft`; none where it has no steps. Raises what `read_examples` does."""
     if not config.sft.steps:
         return []
-    return read_examples(config.sft.path, model.tokenizer, config.learner.row_tokens)
+    return read_examples(config.sft.path, model.tokenizer, config.learner.row_tokens, held_out)
 
 
 def supervise(
@@ -75,7 +86,7 @@ def supervise(
     report: Report,
     check: Callable[[], None],
 ) -> LearnerState:
-    """`config.sft.steps` optimizer steps from `state`; the result has a version of 0 and a fresh optimizer for RL.
+    """The learner's state after `config.sft.steps` optimizer steps from `state`, with its own optimizer and versions.
 
     `report` gets each step's metrics; `check` is called between steps and may raise.
     """
@@ -116,7 +127,7 @@ def supervise(
 
 def cold_start(run: Run, examples: list[Trajectory]) -> None:
     """Move the run's policy by supervised steps before its first update; it is version 0 still."""
-    with run.timers("update"):
+    with run.timers("sft"):
         state = supervise(run.config, run.model, examples, run.state, run.recorder.sft, run.preemption.check)
     zero = jnp.zeros((), jnp.int32)
     run.state = dataclasses.replace(state, version=zero, optimizer=run.optimizer.init(state.trainable))
@@ -160,8 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     runtime.use_compilation_cache(config.run.compilation_cache)
     model = assemble.load_model(config)
     examples = sft_examples(config, model)
-    optimizer = make_optimizer(config.learner)
-    state = init_state(model.arch, config.lora, model.params, optimizer, jax.random.key(config.run.seed))
+    state = assemble.fresh_state(config, model)
     with tqdm(total=config.sft.steps, desc="sft") as bar:
 
         def report(step: int, scalars: dict[str, float]) -> None:
@@ -175,4 +185,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run("sft", sys.argv[1:]))

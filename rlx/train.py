@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from absl import flags
 
-from rlx import assemble
+from rlx import assemble, cli
 from rlx.algos.advantages import advantages
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
 from rlx.data.packing import PackedBatch, pack
-from rlx.data.trajectories import advantage_inputs, by_sample, fates, trajectories
+from rlx.data.trajectories import advantage_inputs, by_sample, fates, graded, trajectories
 from rlx.evaluate import evaluate
 from rlx.export import write_policy
 from rlx.interrupt import EXIT_PREEMPTED, Preempted
@@ -56,7 +56,7 @@ def train(config: Config) -> dict[str, Any]:
         try:
             # ------------------------------------------------ before: the base model, a cold start
             if whole is None:
-                examples = sft_examples(run.config, run.model)  # a wrong file must not cost an evaluation
+                examples = sft_examples(config, run.model, run.held_out)  # a wrong file must not cost an evaluation
                 measure(run, "base")
                 if examples:
                     cold_start(run, examples)
@@ -74,13 +74,15 @@ def train(config: Config) -> dict[str, Any]:
                 compiled = run.compilations.count
                 groups = rollout(run)
                 # Nothing interrupts from here to the next whole moment: the state is that of the next update already.
+                whole = None
                 samples, packed = select(run, groups)
                 learned = learn(run, samples, packed) if samples else {}
                 run.progress.update += 1
                 report(run, groups, samples, packed, learned, compiled=run.compilations.count > compiled)
-                stop_where_hopeless(run, groups)
                 whole = run.host_state()
-                if run.progress.update % config.checkpoint.every == 0:
+                stop_where_hopeless(run, groups)
+                # The last one is saved with the evaluation that follows it.
+                if run.progress.update % config.checkpoint.every == 0 and run.progress.update < config.learner.updates:
                     with run.timers("save"):
                         run.save(whole)
 
@@ -88,7 +90,8 @@ def train(config: Config) -> dict[str, Any]:
             measure(run, "after")
             run.save(run.host_state())
             return finish(run)
-        except Preempted:
+        except BaseException:
+            # Whatever ended the run, what was learned up to the last whole moment is not lost with it.
             if whole is not None:
                 run.save(whole)
             raise
@@ -181,8 +184,9 @@ def measure(run: Run, label: str) -> None:
             assemble.eval_sampling(run.config),
         )
         result, groups = run.preemption.run(job)
-    run.ledger.generated(result.tokens, result.attempts, result.tasks, into="evaluated")
-    run.recorder.evaluation(run.progress.update, result.scalars(), groups)
+    attempts = [s for g in groups for s in g.samples]
+    run.ledger.generated(tokens_of(attempts), len(attempts), len(groups), into="evaluated")
+    run.recorder.evaluation(label, run.progress.update, result.scalars(), groups)
     run.recorder.progress.message(f"{label}: {result}")
     run.progress.evals[label] = {**result.to_dict(), "version": run.version}
 
@@ -200,11 +204,14 @@ def report(
     run.ledger.check()
     with run.timers("log"):
         collected = [s for g in groups for s in g.samples]
-        run.progress.no_signal_streak = 0 if samples else run.progress.no_signal_streak + 1
+        signal = any(graded(g).has_signal for g in groups)
+        run.progress.no_signal_streak = 0 if signal else run.progress.no_signal_streak + 1
         scalars = rollout_scalars(groups) | grading_scalars(groups) | learned
         scalars |= batch_scalars(run, samples, packed) | run.ledger.scalars()
         scalars["optimizer/skipped_updates"] = float(run.state.skipped)
         scalars["reward/no_signal_streak"] = float(run.progress.no_signal_streak)
+        scalars["grader/timeouts"] = float(run.ledger[failed("grader_timeout")].samples)
+        scalars["grader/failures"] = float(run.ledger[failed("grader_error")].samples)
         scalars["engine/occupancy"] = run.engine.stats.occupancy
         scalars["system/compilations"] = float(run.compilations.count)
         scalars["system/host_memory_gib"] = runtime.host_memory_gib()
@@ -221,6 +228,7 @@ def report(
     arrays: dict[str, list[float]] = {
         "reward/distribution": [s.reward for s in collected],
         "response/length": [s.num_written for s in collected],
+        "offpolicy/age": packed.ages[packed.mask].tolist(),
     }
     with run.timers("log"):
         run.recorder.update(run.progress.update, scalars, groups, arrays)
@@ -230,7 +238,7 @@ def report(
 def stop_where_hopeless(run: Run, groups: list[Group]) -> None:
     """Raise TrainingStopped where going on would only cost."""
     config, streak = run.config, run.progress.no_signal_streak
-    if streak >= config.rollout.no_signal_limit:
+    if config.rollout.filter_no_signal and streak >= config.rollout.no_signal_limit:
         raise TrainingStopped(
             f"{streak} collections in a row (rollout.no_signal_limit) had no group with different rewards; pass rates "
             f"of the last one: {pass_rates(groups)}, grading: {dict(grading_outcomes(groups))}. Choose tasks that the "
@@ -248,6 +256,7 @@ def stop_where_hopeless(run: Run, groups: list[Group]) -> None:
 def finish(run: Run) -> dict[str, Any]:
     """The trained policy as files, and the summary."""
     written = write_policy(run.config, run.model, run.state, run.directory)
+    run.timers.end_update({})
     summary = summarise(run) | {"policy": str(written)}
     run.recorder.summary(summary)
     run.recorder.progress.message(run.ledger.table())
@@ -345,15 +354,12 @@ def main(argv: list[str] | None = None) -> int:
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
     try:
         summary = train(config)
-    except ConfigError as error:
-        print("\n".join(f"rlx train: {problem}" for problem in error.problems), file=sys.stderr)
-        return 2
     except Preempted:
-        print("rlx train: SIGTERM; saved. Run the same command again to continue.", file=sys.stderr)
+        print("rlx train: SIGTERM. Run the same command again to continue from what is saved.", file=sys.stderr)
         return EXIT_PREEMPTED
     print(describe(summary))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run("train", sys.argv[1:]))

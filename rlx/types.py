@@ -57,7 +57,7 @@ class Sample:
     """One graded attempt at a task: prompt and response as one sequence of N token ids."""
 
     task: Task
-    group: int  # samples of one group share it; unique in a run
+    group: int  # samples of one group share it; unique among the training groups of a run
     index: int  # position in the group
     tokens: np.ndarray  # int32 [N]
     mask: np.ndarray  # bool [N]: the policy wrote this token

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rlx import cli
 from rlx.models import transformer
 from rlx.models.files import read_json
 from rlx.models.hf import load_params, read_architecture, to_hf
@@ -210,4 +211,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run("verify-model", sys.argv[1:]))

@@ -79,11 +79,12 @@ def test_a_tokenizer_of_another_model_is_refused(config, tmp_path):
 def test_prompts_must_leave_room_for_a_response(config, model):
     tasks = [dataclasses.replace(make_task(i), question=question) for i, question in enumerate(["1+1", "1+11"])]
     short, long = (len(model.tokenizer.encode_prompt(t.question)) for t in tasks)
-    assert assemble.check_prompts(config(engine__context=long + 1), model.tokenizer, tasks) is None
-    with pytest.raises(ConfigError, match=f"1 of 2 tasks; the longest prompt, sums/1, has {long} tokens"):
-        assemble.check_prompts(config(engine__context=long), model.tokenizer, tasks)
+    response = config().rollout.max_new_tokens
+    assert assemble.check_prompts(config(engine__context=long + response), model.tokenizer, tasks) is None
+    with pytest.raises(ConfigError, match=f"1 of 2 tasks; the longest prompt, sums/1, has {long}; set at least"):
+        assemble.check_prompts(config(engine__context=long + response - 1), model.tokenizer, tasks)
     with pytest.raises(ConfigError, match="2 of 2 tasks"):
-        assemble.check_prompts(config(engine__context=short), model.tokenizer, tasks)
+        assemble.check_prompts(config(engine__context=short + response - 1), model.tokenizer, tasks)
 
 
 # --------------------------------------------------------------------------------------------------------------- policy

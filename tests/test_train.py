@@ -82,7 +82,7 @@ def test_the_summary_says_what_became_better(finished):
 
 
 def test_every_metric_is_in_the_table(finished, metrics):
-    named = {name for r in tiny_run.records(finished[2] / "metrics.jsonl") for name in r} - {"update"}
+    named = {name for r in tiny_run.records(finished[2] / "metrics.jsonl") for name in r} - {"update", "label"}
     assert {name for name in named if find_metric(name) is None} == set()
     assert set(metrics) == {1, 2, 3}
     assert all(np.isfinite(value) for record in metrics.values() for value in record.values())

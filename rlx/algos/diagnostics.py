@@ -33,7 +33,11 @@ def offpolicy_pairs(
     ratios: Float[Array, "tokens"],
     ages: Int[Array, "tokens"],
 ) -> Pairs:
-    """Sampler against trainer; d = log q - log p. KL shows stability, not bias: the effective sample size does."""
+    """Sampler against trainer; d = log q - log p.
+
+    KL and effective sample size show how far the two are apart; neither shows the bias that is left
+    (docs/experiments.md).
+    """
     logprobs = stop_gradient(logprobs)
     return {
         "offpolicy/kl_k1": pair(mask, kl("k1", sampler, logprobs)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.objective_checks import refusals
-from rlx.config.schema import Config, TaskSourceConfig
+from rlx.config.schema import LINEAR_LAYERS, Config, TaskSourceConfig
 
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FULL_SUPPORT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 AT_LEAST_ONE = (
     "grader.workers",
@@ -120,7 +122,7 @@ def _fractions(config: Config) -> list[str]:
 
 def _run(config: Config) -> list[str]:
     problems = []
-    if not config.run.name or "/" in config.run.name:
+    if config.run.name in ("", ".", "..") or "/" in config.run.name:
         problems.append(_said("run.name", config.run.name, "must be one folder name, below config.run.directory"))
     if not config.run.directory:
         problems.append(_said("run.directory", "", "must be a folder, e.g. 'runs'; '.' is the current one"))
@@ -160,6 +162,10 @@ def _tasks(config: Config) -> list[str]:
     if not sources:
         return [_said("tasks.sources", {}, "no task source; a recipe adds one: c.tasks.sources.NAME = source(...)")]
     problems = [problem for name, source in sources.items() for problem in _source(name, source)]
+    for name in sources:
+        if name in ("low", "high") or not NAME.fullmatch(name):
+            why = "the name of a source is part of metric names: letters, digits, _ and -, and neither low nor high"
+            problems.append(_said(f"tasks.sources.{name}", name, why))
     total = sum(source.size for source in sources.values())
     if all(source.dataset for source in sources.values()) and tasks.held_out >= total:
         problems.append(_said("tasks.held_out", tasks.held_out, f"leaves none of the {total} tasks to train on"))
@@ -251,6 +257,8 @@ def _sft(config: Config) -> list[str]:
     if sft.steps > 0 and not Path(sft.path).is_file():
         why = f"config.sft.steps = {sft.steps} needs a JSONL file of question and response; or set the steps to 0"
         return [_said("sft.path", sft.path, why)]
+    if sft.path and not sft.steps:
+        return [_said("sft.steps", 0, f"config.sft.path = {sft.path!r} is not read; set the steps, or the path to ''")]
     return []
 
 
@@ -262,6 +270,9 @@ def _eval(config: Config) -> list[str]:
     elif max(evaluation.k) > evaluation.attempts_per_task:
         why = f"pass@k needs k at most config.eval.attempts_per_task = {evaluation.attempts_per_task}"
         problems.append(_said("eval.k", evaluation.k, why))
+    if evaluation.temperature == 0 and evaluation.attempts_per_task > 1:
+        why = "greedy attempts at a task are all the same; set config.eval.attempts_per_task to 1, or this above 0"
+        problems.append(_said("eval.temperature", evaluation.temperature, why))
     if evaluation.every > 0 and config.tasks.held_out == 0:
         why = "there is nothing to evaluate on; set config.tasks.held_out above 0, or this to 0"
         problems.append(_said("eval.every", evaluation.every, why))

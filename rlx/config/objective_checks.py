@@ -293,6 +293,12 @@ DISTILLATION = (
         "distillation has a reference already, lam is its coefficient; set 0.0",
     ),
     Rule(
+        ("advantage=none", "advantage=batch_whitened"),
+        "rollout.filter_no_signal",
+        lambda o, r: o.distill.form != "off" or not r.filter_no_signal,
+        "config.objective.advantage = {objective.advantage!r} gives groups of equal rewards credit too; set False",
+    ),
+    Rule(
         ("distill.filter=all", "distill.filter=rewarded"),
         "rollout.filter_no_signal",
         lambda o, r: o.distill.form == "off" or not r.filter_no_signal,

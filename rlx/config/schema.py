@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from rlx.config.objective import ObjectiveConfig
 
+# The linear layers of a block, in the order of the forward pass, by their names in a checkpoint.
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:

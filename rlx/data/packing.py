@@ -1,8 +1,8 @@
 """Packing sequences into rows and micro-batches of fixed shape. numpy only.
 
 A row holds whole sequences, side by side and told apart by segment ids, up to `row_tokens` tokens and `row_targets`
-target tokens (those the loss is on). The two are counted apart because the output head, half of a small model's work,
-runs on targets only. All batches of a run have one shape: `capacity` micro-batches, of which the first
+target tokens (those the loss is on). The two are counted apart because the output head, a fifth of a small model's
+work, runs on targets only. All batches of a run have one shape: `capacity` micro-batches, of which the first
 `num_micro_batches` are used, so nothing recompiles however many samples a batch has.
 """
 

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlx.data.packing import Trajectory
+from rlx.envs.grading import Outcome
 from rlx.types import Group, Sample, StopReason
-
-GRADED = "graded"  # the outcome of a grading that is a verdict; see rlx.envs.grading.Outcome
 
 
 def graded(group: Group) -> Group:
     """The group without samples whose grading failed: they say nothing about the policy."""
-    return dataclasses.replace(group, samples=tuple(s for s in group.samples if s.grade["outcome"] == GRADED))
+    return dataclasses.replace(group, samples=tuple(s for s in group.samples if s.grade["outcome"] == Outcome.GRADED))
 
 
 def fates(group: Group, *, filter_no_signal: bool, mask_truncated: bool) -> dict[str, list[Sample]]:
@@ -26,7 +25,7 @@ def fates(group: Group, *, filter_no_signal: bool, mask_truncated: bool) -> dict
     has_signal = graded(group).has_signal or not filter_no_signal
     bins: dict[str, list[Sample]] = {"buffered": [], "no_signal": [], "masked": []}
     for sample in group.samples:
-        if sample.grade["outcome"] != GRADED:
+        if sample.grade["outcome"] != Outcome.GRADED:
             bins.setdefault(f"failed/grader_{sample.grade['outcome']}", []).append(sample)
         elif not has_signal:
             bins["no_signal"].append(sample)

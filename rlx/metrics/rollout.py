@@ -7,17 +7,36 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlx.data.trajectories import graded
 from rlx.types import Group, StopReason
 
 PASS = 1.0  # the reward of a pass
 
 
 def rollout_scalars(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of the groups `reward/` and `response/`, over everything collected, before any filter."""
+    """Metrics of the groups `reward/` and `response/`, over everything collected, before any filter.
+
+    Rewards are those of samples with a verdict; where no grading succeeded there are no rewards to report.
+    """
     samples = [s for g in groups for s in g.samples]
-    rewards = np.array([s.reward for s in samples])
     lengths = np.array([s.num_written for s in samples])
     stops = Counter(s.stop_reason for s in samples)
+    values = {
+        "response/length_mean": lengths.mean(),
+        "response/length_std": lengths.std(),
+        "response/length_max": lengths.max(),
+        "response/prompt_length_mean": np.mean([len(s.tokens) - s.num_written for s in samples]),
+        "response/truncated_fraction": stops[StopReason.LENGTH] / len(samples),
+    }
+    values |= {f"response/stop_reason_{reason.value}": stops[reason] / len(samples) for reason in StopReason}
+    values |= _reward_scalars([g for g in map(graded, groups) if g.samples])
+    return {name: float(value) for name, value in values.items()}
+
+
+def _reward_scalars(groups: Sequence[Group]) -> dict[str, float]:
+    if not groups:
+        return {}
+    rewards = np.concatenate([g.rewards for g in groups])
     flat = np.array([not g.has_signal for g in groups])
     means = np.array([g.rewards.mean() for g in groups])
     values = {
@@ -27,17 +46,11 @@ def rollout_scalars(groups: Sequence[Group]) -> dict[str, float]:
         "reward/no_signal_fraction": flat.mean(),
         "reward/all_zero_fraction": (flat & (means == 0)).mean(),
         "reward/all_one_fraction": (flat & (means == PASS)).mean(),
-        "response/length_mean": lengths.mean(),
-        "response/length_std": lengths.std(),
-        "response/length_max": lengths.max(),
-        "response/prompt_length_mean": np.mean([len(s.tokens) - s.num_written for s in samples]),
-        "response/truncated_fraction": stops[StopReason.LENGTH] / len(samples),
     }
-    values |= {f"response/stop_reason_{reason.value}": stops[reason] / len(samples) for reason in StopReason}
     for source in sorted({g.task.source for g in groups}):
-        of_source = [s.reward >= PASS for g in groups if g.task.source == source for s in g.samples]
-        values[f"reward/pass_rate_{source}"] = np.mean(of_source)
-    return {name: float(value) for name, value in values.items()}
+        of_source = np.concatenate([g.rewards for g in groups if g.task.source == source])
+        values[f"reward/pass_rate_{source}"] = (of_source >= PASS).mean()
+    return values
 
 
 def grading_scalars(groups: Sequence[Group]) -> dict[str, float]:

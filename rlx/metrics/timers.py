@@ -42,7 +42,7 @@ class Timers:
     def __init__(
         self,
         skip_updates: int = 3,
-        apart: tuple[str, ...] = ("eval", "save"),
+        apart: tuple[str, ...] = ("eval", "save", "sft"),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._skip_updates, self._apart, self._clock = skip_updates, apart, clock

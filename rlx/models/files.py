@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -10,6 +11,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+END_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
@@ -32,6 +35,20 @@ def new_directory(path: Path | str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary)
         raise
+
+
+def fingerprint(directory: Path | str) -> str:
+    """Tells checkpoints apart without reading them whole: a hash of config.json and both ends of each weight file."""
+    digest = hashlib.sha256()
+    directory = Path(directory)
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(END_BYTES))
+            file.seek(max(size - END_BYTES, 0))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-# The linear layers of a block, in the order of the forward pass, by their names in the checkpoint.
-LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from rlx.config.schema import LINEAR_LAYERS
+
+LINEAR_NAMES = LINEAR_LAYERS
 
 Params = dict  # nested dicts of arrays (or of ParamSpec, or of adapters): a plain pytree
 

@@ -29,7 +29,7 @@ class Sampling:
 
 
 def sample_seeds(seed: int, group: int, count: int) -> tuple[int, ...]:
-    """uint32 seeds of a group's samples; different for every (seed, group, index)."""
+    """uint32 seeds of a group's samples, a hash of (seed, group, index)."""
     return tuple(int(s) for s in np.random.SeedSequence([seed, group]).generate_state(count, np.uint32))
 
 

@@ -30,6 +30,7 @@ WRONG = [
         "objective.kl_placement",
         "'loss'",
     ),
+    ({"advantage": "batch_whitened"}, {"filter_no_signal": True}, "rollout.filter_no_signal", "set False"),
     ({"advantage": "gae", "discount": 1.5}, {}, "objective.discount", "[0, 1]"),
     ({"advantage": "gae", "gae_lambda": -0.1}, {}, "objective.gae_lambda", "[0, 1]"),
     ({}, {"temperature": 0.0}, "rollout.temperature", "above 0"),

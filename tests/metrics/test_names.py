@@ -27,7 +27,13 @@ def test_rows_of_one_group_stay_together():
 
 @pytest.mark.parametrize(
     "name",
-    ["reward/mean", "eval/pass_at_8", "response/stop_reason_length", "offpolicy/ess_age_2", "permit/http_occupancy"],
+    [
+        "reward/mean",
+        "eval/pass_at_8",
+        "response/stop_reason_length",
+        "offpolicy/ess_age_2",
+        "ledger/tokens_failed_grader_error",
+    ],
 )
 def test_known_names_pass(name):
     check_names([name])

@@ -21,16 +21,23 @@ def groups():
 
 
 def test_rewards(groups):
+    """The sample whose grading timed out has no reward, so its group is one sample without signal."""
     found = rollout_scalars(groups)
-    rewards = [1, 0.25, 0, 0, 1, 1]
+    rewards = [1, 0, 0, 1, 1]
     assert found["reward/mean"] == pytest.approx(np.mean(rewards))
     assert found["reward/std"] == pytest.approx(np.std(rewards))
-    assert found["reward/pass_rate"] == pytest.approx(3 / 6)
-    assert found["reward/no_signal_fraction"] == pytest.approx(2 / 3)
+    assert found["reward/pass_rate"] == pytest.approx(3 / 5)
+    assert found["reward/no_signal_fraction"] == 1
     assert found["reward/all_zero_fraction"] == pytest.approx(1 / 3)
-    assert found["reward/all_one_fraction"] == pytest.approx(1 / 3)
-    assert found["reward/pass_rate_sums"] == pytest.approx(1 / 4)
+    assert found["reward/all_one_fraction"] == pytest.approx(2 / 3)
+    assert found["reward/pass_rate_sums"] == pytest.approx(1 / 3)
     assert found["reward/pass_rate_words"] == 1
+
+
+def test_without_any_verdict_there_are_no_rewards():
+    found = rollout_scalars([make_group([1, 0], outcome="error")])
+    assert not any(name.startswith("reward/") for name in found)
+    assert found["response/length_mean"] == 4
 
 
 def test_responses(groups):

@@ -19,6 +19,7 @@ from rlx.learner.state import init_state, make_optimizer
 from tests import tiny_model
 from tests.learner.batches import LEARNER
 from tests.tiny_model import ARCH
+from tests.waiting import gone
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj"))
 HOST = {"progress": {"update": 7, "seconds": 1.5, "text": "π"}, "stream": [1, [2, None, True]]}
@@ -115,7 +116,7 @@ def test_a_reader_removes_nothing(opened):
     assert reader.restore(make_state()).host == {"step": 2}
     assert under_way.is_dir()
     opened(keep=2)
-    assert not under_way.exists()
+    assert gone(under_way)
 
 
 def test_nothing_to_restore_is_said(opened):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from rlx.metrics.names import check_names
 from rlx.train import train
 from rlx.types import Group, Sample, StopReason, Task, VersionSpan
 from tests import tiny_run
+from tests.waiting import gone
 
 
 def group(source: str, *rewards: float, length: int = 3) -> Group:
@@ -116,12 +116,8 @@ def test_evaluating_a_run_that_is_training_leaves_its_files_alone(recipe, summar
     evaluate.evaluate_run(tiny_run.config(recipe, run__name="busy"))
     assert saving.is_dir()
     checkpoints = Checkpoints(run / "checkpoints", keep=2)
-    for _ in range(300):  # orbax cleans up in a thread of its own
-        if not saving.exists():
-            break
-        time.sleep(0.1)
+    assert gone(saving)
     checkpoints.close()
-    assert not saving.exists()
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,24 @@ class Run:
         self.checkpoints.save(host["progress"]["update"], self.state, host)
 
 
+def finished(config: Config) -> dict[str, Any] | None:
+    """The summary of the run that `config` names, where it has come to its end; nothing is left to do or to change.
+
+    Raises ConfigError where it was another run's end.
+    """
+    path = Path(config.run.directory) / config.run.name
+    if config.run.resume == "never" or not (path / "summary.json").is_file():
+        return None
+    summary = read_json(path / "summary.json")
+    if summary["updates"] < config.learner.updates:
+        return None
+    check_same(read_json(path / "config.json"), config, RUN, str(path))
+    print(
+        f"{path} is complete: {summary['updates']} updates. Raise learner.updates to go on, or name another run.name."
+    )
+    return summary
+
+
 def refuse_to_overwrite(directory: RunDirectory) -> None:
     """Raise RunDirectoryError where a finished run's checkpoints are gone: starting anew would erase its records."""
     if directory.summary.exists():

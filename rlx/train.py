@@ -32,7 +32,7 @@ from rlx.metrics.ledger import failed
 from rlx.metrics.rollout import grading_outcomes, grading_scalars, rollout_scalars
 from rlx.parallel import runtime
 from rlx.rollout.collect import collect
-from rlx.run import Run, open_training
+from rlx.run import Run, finished, open_training
 from rlx.sft import cold_start, sft_examples
 from rlx.types import Group, Sample
 
@@ -46,10 +46,13 @@ def train(config: Config) -> dict[str, Any]:
 
     Raises:
       ConfigError: the configuration asks for what this program does not do.
-      Preempted: SIGTERM arrived; a checkpoint of the last whole update is saved.
+      Preempted: SIGTERM or Ctrl-C; a checkpoint of the last whole update is saved.
       TrainingStopped: see there. Further errors: `rlx.run.open_training`.
     """
     refuse_unsupported(config)
+    done = finished(config)
+    if done is not None:
+        return done
     with open_training(config) as run:
         # Of the last moment that a resumed run may continue from; until the first update it starts anew.
         whole = run.host_state() if run.resumed else None
@@ -57,6 +60,9 @@ def train(config: Config) -> dict[str, Any]:
             # ------------------------------------------------ before: the base model, a cold start
             if whole is None:
                 examples = sft_examples(config, run.model, run.held_out)  # a wrong file must not cost an evaluation
+                run.recorder.progress.message(
+                    f"{run.directory}: {config.learner.updates} updates; the first ones compile"
+                )
                 measure(run, "base")
                 if examples:
                     cold_start(run, examples)
@@ -316,8 +322,9 @@ def summarise(run: Run) -> dict[str, Any]:
 
 def describe(summary: dict[str, Any]) -> str:
     """The summary for a terminal."""
-    lines = []
-    for label in ("base", "before", "after"):
+    lines, evals = [], summary["eval/evaluations"]
+    # Without a cold start training begins at the base model: one evaluation, one line.
+    for label in ("before", "after") if evals["base"] == evals["before"] else ("base", "before", "after"):
         low, high = summary[f"eval/interval_{label}"]
         lines.append(
             f"held-out pass rate {label:>7}: {summary[f'eval/pass_rate_{label}']:.3f}  [{low:.3f}, {high:.3f}]"
@@ -349,13 +356,16 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`rlx train`: 0 when the run is complete, 75 after SIGTERM (run the same command to continue), 1 on an error."""
+    """`rlx train`: 0 when the run is complete, 75 after SIGTERM or Ctrl-C (run it again to continue), 1 on an error."""
     argv = sys.argv if argv is None else argv
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
     try:
         summary = train(config)
     except Preempted:
-        print("rlx train: SIGTERM. Run the same command again to continue from what is saved.", file=sys.stderr)
+        print(
+            "rlx train: stopped by a signal. Run the same command again to continue from what is saved.",
+            file=sys.stderr,
+        )
         return EXIT_PREEMPTED
     print(describe(summary))
     return 0

@@ -133,6 +133,11 @@ def _max_error(found: Array, wanted: np.ndarray[Any, Any]) -> float:
 
 def read_reference(path: Path) -> Reference:
     """Reads an npz and the meta.json beside it. Raises FileNotFoundError, or ValueError where something is missing."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no {path}: give --reference FILE, an npz of input_ids, logits and token_logprobs that another "
+            "implementation made, with the gradient norms in a meta.json beside it"
+        )
     with _open_npz(path) as arrays:
         missing = [name for name in ("input_ids", "logits", "token_logprobs") if name not in arrays]
         if missing:

@@ -1,7 +1,9 @@
 """`rlx train` from end to end on a tiny model: what a run leaves behind, and that it learns."""
 
 import asyncio
+import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -174,21 +176,26 @@ def test_the_adapter_is_peft_s(finished):
     assert all(np.abs(array).max() > 0 for array in tensors.values()), "B starts at zero and must have moved"
 
 
-def test_a_finished_run_is_not_trained_again(finished, capsys):
+def test_a_finished_run_is_left_as_it_is(finished, capsys):
     config, summary, directory = finished
-    written, sampled = (directory / "metrics.jsonl").read_bytes(), tiny_run.samples(directory)
-    again = train(config)
-    assert (directory / "metrics.jsonl").read_bytes() == written
-    assert tiny_run.samples(directory) == sampled
-    assert [again[key] for key in ("eval/evaluations", "ledger")] == [
-        json.loads(json.dumps(summary[key])) for key in ("eval/evaluations", "ledger")
-    ]
-    assert "resumed after update 3" in capsys.readouterr().err
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    other = dataclasses.replace(config, learner=dataclasses.replace(config.learner, learning_rate=3e-3))
+    for again in (config, other):
+        assert train(again) == json.loads(json.dumps(summary))
+        assert f"complete: {UPDATES} updates" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
-def test_a_resumed_run_says_which_settings_are_new(finished, capsys):
-    train(tiny_run.config(finished[2].parents[1] / "recipe.py", **CHANGES, learner__learning_rate=3e-3))
-    assert "other settings until here: learner.learning_rate: 0.01 -> 0.003" in capsys.readouterr().err
+def test_a_run_that_is_extended_says_which_settings_are_new(finished, tmp_path, capsys):
+    copy = tmp_path / "runs"
+    shutil.copytree(finished[2].parent, copy)
+    recipe = finished[2].parents[1] / "recipe.py"
+    more = {"learner__updates": UPDATES + 1, "learner__learning_rate": 3e-3, "run__directory": copy}
+    summary = train(tiny_run.config(recipe, **{**CHANGES, **more}))
+    assert summary["updates"] == UPDATES + 1
+    said = capsys.readouterr().err
+    assert f"resumed after update {UPDATES}" in said
+    assert "learner.learning_rate: 0.01 -> 0.003" in said
 
 
 def test_in_a_notebook_the_way_out_is_the_command(recipe):

@@ -132,7 +132,7 @@ def _run(config: Config) -> list[str]:
 
 
 def _model(config: Config) -> list[str]:
-    path, way_out = config.model.path, "`make model` makes one; give it with --config.model.path=DIRECTORY"
+    path, way_out = config.model.path, "give a Hugging Face directory; `make model` makes models/smollm2-135m-instruct"
     if not path:
         return [_said("model.path", path, f"names no model; {way_out}")]
     if not Path(path).is_dir():

@@ -20,6 +20,8 @@ from rlx.config.schema import Config
 
 SCALARS = (bool, int, float, str)
 
+EVERY_KEY = "configs/base.py has every key: start a recipe from its get_config()"
+
 
 def parse(tree: ConfigDict | Mapping[str, Any]) -> Config:
     """The configuration of `tree`, a ConfigDict or what `to_dict` or a config.json holds.
@@ -114,7 +116,8 @@ def _record(record: type, value: Any, key: str, problems: list[str]) -> Any:
     fields = hints(record)
     known = [f"{key}.{name}" for name in fields] + [k for k, _ in schema_keys()]
     problems += [unknown_key(f"{key}.{name}", value[name], known) for name in value if name not in fields]
-    problems += [f"{key}.{name}: missing, must be {describe(h)}" for name, h in fields.items() if name not in value]
+    missing = {name: hint for name, hint in fields.items() if name not in value}
+    problems += [f"{key}.{name}: missing, must be {describe(hint)}; {EVERY_KEY}" for name, hint in missing.items()]
     present = {n: _value(h, value[n], f"{key}.{n}", problems) for n, h in fields.items() if n in value}
     return record(**present) if len(present) == len(fields) else None
 

@@ -10,7 +10,7 @@ from ml_collections import config_dict
 
 from configs.base import get_config
 from rlx.config.errors import ConfigError, nearest, unknown_key
-from rlx.config.parse import annotation, describe, dump, parse, schema_keys, to_dict
+from rlx.config.parse import EVERY_KEY, annotation, describe, dump, parse, schema_keys, to_dict
 
 
 def problems(tree) -> tuple[str, ...]:
@@ -129,7 +129,10 @@ def test_missing_keys_and_sections_are_named():
     tree = get_config()
     del tree.learner.updates
     del tree.sft
-    assert problems(tree) == ("config.sft: missing, must be dict", "config.learner.updates: missing, must be int")
+    assert problems(tree) == (
+        f"config.sft: missing, must be dict; {EVERY_KEY}",
+        f"config.learner.updates: missing, must be int; {EVERY_KEY}",
+    )
 
 
 def test_a_value_that_json_cannot_hold_is_refused_where_anything_else_goes(tree):

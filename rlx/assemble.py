@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.data.packing import PackedBatch, PackingConfig, capacity_for
-from rlx.data.pipeline import TaskStream
+from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import Batch, StepConfig
@@ -99,8 +99,16 @@ def fresh_state(config: Config, model: Model) -> LearnerState:
     )
 
 
-def check_model(config: Config, model: Model, host: Mapping[str, Any], what: str) -> None:
-    """Raises ConfigError where the checkpoint whose host state this is was made with another model."""
+def check_belongs(
+    config: Config, model: Model, held_out: Sequence[Task] | None, host: Mapping[str, Any], what: str
+) -> None:
+    """Raises ConfigError where the checkpoint whose host state this is was made with another model, or evaluated on
+    other held-out tasks (None: they do not matter)."""
+    if held_out is not None and host["held_out"] != digest(held_out):
+        raise ConfigError(
+            f"config.tasks.sources: the held-out tasks are not those of {what}, so its evaluations could not be "
+            "compared; give the files that it began with, or another config.run.name"
+        )
     if host["model"] != model.fingerprint:
         raise ConfigError(
             f"config.model.path = {config.model.path!r}: {what} was made with another model; give the one that it "

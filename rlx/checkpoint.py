@@ -81,17 +81,26 @@ class Checkpoints:
     def restore(self, abstract: LearnerState, step: int | None = None) -> Restored:
         """The newest (or given) checkpoint, in the shapes, dtypes and sharding of `abstract`.
 
-        Raises CheckpointError where there is none, or where its arrays have other names or shapes.
+        Raises CheckpointError where there is none, or where it is damaged or its arrays have other names or shapes.
         """
         self.wait()  # orbax counts a step that is still being written
         step = self.latest_step if step is None else step
         if step is None:
             raise CheckpointError(f"no checkpoint in {self.directory}")
-        text = self._checkpointer.load_checkpointables(step, {"host": None})["host"]["json"]
+        text = self._load(step, {"host": None})["host"]["json"]
         saved = json.loads(np.asarray(text).tobytes())
         _check_arrays(saved["arrays"], _describe(abstract), f"checkpoint {step} in {self.directory}")
-        loaded = self._checkpointer.load_checkpointables(step, {"state": abstract})
+        loaded = self._load(step, {"state": abstract})
         return Restored(step, loaded["state"], saved["host"])
+
+    def _load(self, step: int, parts: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._checkpointer.load_checkpointables(step, parts)
+        except Exception as error:  # orbax and tensorstore have many kinds for a file that is damaged or missing
+            raise CheckpointError(
+                f"{self.directory / str(step)} cannot be read ({type(error).__name__}: {str(error)[:200]}); remove "
+                "that directory to continue from the checkpoint before it"
+            ) from error
 
     def close(self) -> None:
         self.wait()

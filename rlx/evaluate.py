@@ -130,7 +130,7 @@ def evaluate_run(config: Config) -> tuple[int | None, EvalResult]:
     train_tasks, held_out = build_tasks(config.tasks)
     model = assemble.load_model(config)
     assemble.check_prompts(config, model.tokenizer, held_out)
-    restored = newest(config, model)
+    restored = newest(config, model, held_out)
     state = assemble.fresh_state(config, model) if restored is None else restored.state
     if restored is not None:
         # Other tasks under the same settings, as from a changed file: some held out now may have been trained on.

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
 from rlx import assemble, cli
-from rlx.checkpoint import Checkpoints, Restored
+from rlx.checkpoint import CheckpointError, Checkpoints, Restored
 from rlx.config.flags import config_or_exit
 from rlx.config.identity import POLICY, check_same
 from rlx.config.schema import Config
 from rlx.learner.state import LearnerState
 from rlx.metrics.jsonl import read_json
 from rlx.models import hf, peft
+from rlx.types import Task
 
 
 def write_policy(config: Config, model: assemble.Model, state: LearnerState, directory: Path) -> Path:
@@ -52,20 +54,29 @@ def check_run(config: Config) -> None:
         check_same(read_json(written), config, POLICY, str(run_path(config)))
 
 
-def newest(config: Config, model: assemble.Model) -> Restored | None:
-    """The newest checkpoint of the run that `config` names, None where it has none. Changes nothing on the disk."""
+def newest(config: Config, model: assemble.Model, held_out: Sequence[Task] | None = None) -> Restored | None:
+    """The newest checkpoint of the run that `config` names, None where it has none. Changes nothing on the disk.
+
+    Raises ConfigError where it is of another model or, where they are given, of other held-out tasks.
+    """
     directory = run_path(config) / "checkpoints"
     if not directory.is_dir():
         return None
-    checkpoints = Checkpoints(directory, keep=None)
-    try:
-        if checkpoints.latest_step is None:
-            return None
-        restored = checkpoints.restore(assemble.fresh_state(config, model))
-        assemble.check_model(config, model, restored.host, str(run_path(config)))
-        return restored
-    finally:
-        checkpoints.close()
+    for attempt in range(3):  # the run may be training: what was the newest step may be removed while it is read
+        checkpoints = Checkpoints(directory, keep=None)
+        step = checkpoints.latest_step
+        try:
+            if step is None:
+                return None
+            restored = checkpoints.restore(assemble.fresh_state(config, model), step)
+            break
+        except CheckpointError:
+            if attempt == 2 or (directory / str(step)).exists():
+                raise
+        finally:
+            checkpoints.close()
+    assemble.check_belongs(config, model, held_out, restored.host, str(run_path(config)))
+    return restored
 
 
 def main(argv: list[str] | None = None) -> int:

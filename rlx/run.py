@@ -16,13 +16,13 @@ from rlx.checkpoint import Checkpoints
 from rlx.config.identity import RUN, check_same
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
-from rlx.data.pipeline import TaskStream
+from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.graders import GraderPool, check_gold_answers
 from rlx.envs.tasks import build_tasks
 from rlx.interrupt import Preemption
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import StepConfig
-from rlx.metrics.jsonl import read_json
+from rlx.metrics.jsonl import read_json, read_jsonl
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.rundir import Records, RunDirectory, RunDirectoryError, open_run
 from rlx.metrics.timers import Timers
@@ -88,6 +88,7 @@ class Run:
             "ledger": self.ledger.get_state(),
             "records": self.recorder.records,
             "model": self.model.fingerprint,
+            "held_out": digest(self.held_out),
         }
 
     def save(self, host: dict[str, Any]) -> None:
@@ -116,10 +117,15 @@ def finished(config: Config) -> dict[str, Any] | None:
 
 
 def refuse_to_overwrite(directory: RunDirectory) -> None:
-    """Raise RunDirectoryError where a finished run's checkpoints are gone: starting anew would erase its records."""
-    if directory.summary.exists():
+    """Raise RunDirectoryError where a run's checkpoints are gone: starting anew would erase its records.
+
+    The first checkpoint is written while update 1 is made; with a record of update 2 it was there.
+    """
+    records, _ = read_jsonl(directory.path / "metrics.jsonl")
+    if directory.summary.exists() or any(record["update"] >= 2 for record in records):
         raise RunDirectoryError(
-            f"{directory.path} holds a finished run without its checkpoints: choose another run.name, or remove it"
+            f"{directory.path} holds the records of a run without its checkpoints: choose another run.name, or "
+            "remove it"
         )
 
 
@@ -139,7 +145,7 @@ def open_training(config: Config) -> Iterator[Run]:
         directory = stack.enter_context(open_run(Path(config.run.directory) / config.run.name, config.run.resume))
         preemption = stack.enter_context(Preemption())
         graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in train_tasks})))
-        check_gold_answers(graders, train_tasks)
+        check_gold_answers(graders, [*train_tasks, *held_out])
 
         model = assemble.load_model(config)
         assemble.check_prompts(config, model.tokenizer, [*train_tasks, *held_out])
@@ -153,7 +159,7 @@ def open_training(config: Config) -> Iterator[Run]:
         else:
             check_same(read_json(directory.config), config, RUN, str(directory.path))
             restored = checkpoints.restore(state)
-            assemble.check_model(config, model, restored.host, str(directory.path))
+            assemble.check_belongs(config, model, held_out, restored.host, str(directory.path))
             state, progress = restored.state, Progress(**restored.host["progress"])
             stream.set_state(restored.host["stream"])
             ledger.set_state(restored.host["ledger"])

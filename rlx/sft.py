@@ -27,6 +27,7 @@ from rlx.config.schema import Config
 from rlx.data.packing import Trajectory, pack
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.extract import normalise_text
+from rlx.envs.tasks import build_tasks
 from rlx.export import write_merged
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import update
@@ -47,7 +48,8 @@ def read_examples(
     """
     asked = {normalise_text(task.question) for task in held_out}
     examples = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    # A line ends with a newline only: JSON may hold other characters that str.splitlines takes for an end.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -170,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     runtime.use_compilation_cache(config.run.compilation_cache)
     model = assemble.load_model(config)
-    examples = sft_examples(config, model)
+    _, held_out = build_tasks(config.tasks)
+    examples = sft_examples(config, model, held_out)
     state = assemble.fresh_state(config, model)
     with tqdm(total=config.sft.steps, desc="sft") as bar:
 

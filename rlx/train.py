@@ -253,9 +253,9 @@ def stop_where_hopeless(run: Run, groups: list[Group]) -> None:
     skipped = int(run.state.skipped_in_row)
     if skipped >= config.learner.nonfinite_limit:
         raise TrainingStopped(
-            f"{skipped} updates in a row (learner.nonfinite_limit) had a loss or gradient that is not finite. The "
-            f"published weights are those of version {run.version}; lower learner.learning_rate or look for inf in "
-            "the model's weights."
+            f"{skipped} updates in a row (learner.nonfinite_limit) had a loss, gradient or new weights that are not "
+            f"finite. The published weights are those of version {run.version}; lower learner.learning_rate or look "
+            "for inf in the model's weights."
         )
 
 

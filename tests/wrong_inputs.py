@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from rlx.envs.tasks import build_tasks
 from tests import tiny_model, tiny_run, tiny_tokenizer
 
 RECIPE, CONFIGS = "--config=recipe.py", tiny_run.ROOT / "configs"
@@ -31,6 +32,14 @@ def tasks(*lines: str) -> Callable[[], object]:
 
 def many(answer: str, question: str = "Digit {}?") -> Callable[[], object]:
     return tasks(*(json.dumps({"question": question.format(i), "answer": answer}) for i in range(20)))
+
+
+def answer_held_out_questions_with(answer: str) -> None:
+    _, held_out = build_tasks(tiny_run.config(Path("recipe.py")).tasks)
+    questions = {task.question for task in held_out}
+    path = Path("tasks.jsonl")
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    tiny_run.write_jsonl(path, [r | {"answer": answer} if r["question"] in questions else r for r in records])
 
 
 def examples(*lines: str) -> Callable[[], object]:
@@ -340,6 +349,24 @@ RUNS = [
         [RECIPE],
         ["metrics.jsonl:1: not a JSON object", "the file is damaged"],
         lambda: Path("runs/tiny/metrics.jsonl").write_text("{\n{}\n"),
+    ),
+    Wrong(
+        "a damaged checkpoint",
+        option(learner__updates=2),
+        ["checkpoints/1 cannot be read", "remove that directory to continue from the checkpoint before it"],
+        lambda: shutil.rmtree("runs/tiny/checkpoints/1/host"),
+    ),
+    Wrong(
+        "checkpoints that are gone",
+        [RECIPE],
+        ["runs/tiny holds the records of a run without its checkpoints"],
+        lambda: shutil.rmtree("runs/tiny/checkpoints"),
+    ),
+    Wrong(
+        "other answers to the held-out questions",
+        option(learner__updates=2),
+        ["config.tasks.sources: the held-out tasks are not those of", "runs/tiny"],
+        lambda: answer_held_out_questions_with("5"),
     ),
     Wrong(
         "records that were cut",

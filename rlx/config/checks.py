@@ -71,7 +71,7 @@ POSITIVE = (
 def check(config: Config) -> None:
     """Raises ConfigError with every problem of `config`: a line each, that names the key, its value and the way out."""
     ranges = (_finite, _ranges, _fractions)
-    sections = (_run, _model, _lora, _tasks, _rollout, _engine, _lengths, _learner, _objective, _sft, _eval)
+    sections = (_limits, _run, _model, _lora, _tasks, _rollout, _engine, _lengths, _learner, _objective, _sft, _eval)
     problems = [problem for section in (*ranges, *sections) for problem in section(config)]
     if problems:
         raise ConfigError(*problems)
@@ -102,6 +102,19 @@ def _ranges(config: Config) -> list[str]:
     )
     values = [(key, attrgetter(key)(config), demand, holds) for keys, demand, holds in rules for key in keys]
     return [_said(key, value, demand) for key, value, demand, holds in values if not holds(value)]
+
+
+def _limits(config: Config) -> list[str]:
+    rollout, samples = config.rollout, config.rollout.tasks_per_update * config.rollout.group_size
+    rules = (
+        ("grader.timeout_s", config.grader.timeout_s, 86_400.0, "a day is the longest limit"),
+        ("engine.steps_per_dispatch", config.engine.steps_per_dispatch, 1024, "a finished slot waits for the others"),
+        ("learner.micro_batch_rows", config.learner.micro_batch_rows, samples, "an update has no more samples"),
+    )
+    problems = [_said(key, value, f"{why}; set at most {most}") for key, value, most, why in rules if value > most]
+    if 0 < rollout.temperature < 1e-3:
+        problems.append(_said("rollout.temperature", rollout.temperature, "logits would overflow; set at least 0.001"))
+    return problems
 
 
 def _fractions(config: Config) -> list[str]:

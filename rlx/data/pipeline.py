@@ -49,7 +49,7 @@ class TaskStream:
         self._identity = {
             "seed": seed,
             "weights": {name: float(weights[name]) for name in names},
-            "tasks": _digest(tasks),
+            "tasks": digest(tasks),
         }
 
     def next_tasks(self, n: int) -> list[TaskInstance]:
@@ -85,6 +85,6 @@ def _seed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
-def _digest(tasks: Sequence[Task]) -> str:
+def digest(tasks: Sequence[Task]) -> str:
     content = "\n".join(repr((t.id, t.question, t.answer, t.grader)) for t in tasks)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

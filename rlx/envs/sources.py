@@ -142,7 +142,7 @@ def _check_file(key: str, source: TaskSourceConfig) -> None:
 
 def _read_file(name: str, source: TaskSourceConfig) -> list[Task]:
     tasks: list[Task] = []
-    with open(source.path, encoding="utf-8") as file:
+    with open(source.path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 tasks.append(_parse_line(name, number, line, source))
@@ -151,12 +151,19 @@ def _read_file(name: str, source: TaskSourceConfig) -> list[Task]:
     return tasks
 
 
+class _Number(str):
+    """A JSON number, as written."""
+
+
 def _parse_line(name: str, number: int, line: str, source: TaskSourceConfig) -> Task:
     where = f"{source.path}, line {number}"
     try:
-        row = json.loads(line)
+        # Numbers stay as they are written: a float would change long ones.
+        row = json.loads(line, parse_int=_Number, parse_float=_Number, parse_constant=_Number)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno}); each line is one object") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply; each line is one object of texts") from error
     if not isinstance(row, dict):
         raise ValueError(f'{where}: {type(row).__name__} instead of an object {{"question": ..., "answer": ...}}')
     for key in row:
@@ -174,9 +181,11 @@ def _parse_line(name: str, number: int, line: str, source: TaskSourceConfig) -> 
 
 def _text(where: str, row: dict[str, Any], key: str) -> str:
     value = row.get(key)
-    if isinstance(value, int | float) and not isinstance(value, bool) and key == "answer":
-        value = str(value)
-    if not isinstance(value, str) or not value.strip():
+    if isinstance(value, _Number) and key == "answer":
+        if value.lower().strip("-") in ("nan", "infinity"):
+            raise ValueError(f"{where}: the answer {value} is no number")
+        return str(value)
+    if not isinstance(value, str) or isinstance(value, _Number) or not value.strip():
         state = f"is {value!r}" if key in row else "is missing"
         raise ValueError(f"{where}: {key!r} {state}; it must be a text that is not empty")
     return value

@@ -2,7 +2,7 @@
 
 The whole batch is on the device, [M, R, T]; a loop over its used micro-batches adds up loss, gradient and metric sums.
 Every denominator is that of the whole batch and is computed before the loop, so the result does not depend on how the
-batch is cut. An update whose loss or gradient is not finite changes nothing but the counters.
+batch is cut. An update whose loss, gradient or new weights are not finite changes nothing but the counters.
 """
 
 from __future__ import annotations
@@ -145,14 +145,16 @@ def update(
     """
     loss, gradient, metrics = accumulate(config, state.trainable, frozen, batch)
     grad_norm = optax.tree.norm(gradient)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     changes, optimizer_state = optimizer.update(gradient, state.optimizer, state.trainable)
+    trainable = optax.apply_updates(state.trainable, changes)
+    # A finite gradient does not make finite weights: a step may overflow them.
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(trainable))
     keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
     new = LearnerState(
         version=state.version + finite,
         skipped=state.skipped + ~finite,
         skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
-        trainable=keep(optax.apply_updates(state.trainable, changes), state.trainable),
+        trainable=keep(trainable, state.trainable),
         optimizer=keep(optimizer_state, state.optimizer),
     )
     scalars = {

@@ -111,6 +111,15 @@ def test_all_graders_agree_with_asyncio_and_check_their_gold_answers():
             check_gold_answers(pool, [*tasks, words])
 
 
+def test_every_cheap_gold_answer_is_checked():
+    """Not only the first ones of a source: a mixed file fails later."""
+    tasks = [Task(f"mixed/{i}", "mixed", f"{i}?", "3", "number") for i in range(20)]
+    with GraderPool(config(timeout_s=60, extract="last_number"), graders=()) as pool:
+        check_gold_answers(pool, tasks)
+        with pytest.raises(ValueError, match=r"mixed/20: its own answer 'Paris' gets reward 0"):
+            check_gold_answers(pool, [*tasks, Task("mixed/20", "mixed", "Capital?", "Paris", "exact")])
+
+
 @pytest.mark.parametrize("extract", ["tagged", "all"])
 def test_gold_answers_are_checked_in_the_form_that_is_extracted(extract):
     tasks = [Task("a/0", "a", "A colour?", "blue", "exact"), Task("b/0", "b", "A pair?", "(1,2)", "math_verify")]

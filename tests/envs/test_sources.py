@@ -125,6 +125,9 @@ def test_a_file_is_read_whole_with_the_graders_of_its_lines(tmp_path):
         ('{"question": "1?", "anwser": "1"}', r"line 2: unknown key 'anwser'; did you mean 'answer'"),
         ('{"question": "1?", "answer": "1", "grader": "numer"}', r"grader 'numer' cannot .* did you mean 'number'"),
         ('{"question": "1?", "answer": "1", "grader": "reasoning_gym"}', r"grader 'reasoning_gym' cannot grade"),
+        ('{"question": "1?", "answer": NaN}', r"line 2: the answer NaN is no number"),
+        ('{"question": 5, "answer": "5"}', r"line 2: 'question' is '5'"),
+        ("[" * 100_000, r"line 2: (nested too deeply|not JSON)"),
         ('{"question": "1?", "answer": "one", "grader": "number"}', r"needs a number as the answer, found 'one'"),
     ],
 )
@@ -136,3 +139,9 @@ def test_malformed_lines_are_named(tmp_path, line, message):
 def test_an_empty_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no tasks"):
         read_lines(tmp_path, "", "")
+
+
+@pytest.mark.parametrize("written", ["123456789012345678.25", "1" + "0" * 5000, "1e400", "0.10"])
+def test_a_number_stays_as_it_is_written(tmp_path, written):
+    (task,) = read_lines(tmp_path, f'{{"question": "1?", "answer": {written}}}')
+    assert task.answer == written

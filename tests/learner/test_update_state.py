@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from rlx.learner.state import init_state, make_optimizer
@@ -87,6 +88,17 @@ def test_a_weight_that_is_not_finite_is_noticed(state, frozen, good):
     assert counters(new) == (0, 1, 1)
     assert not scalars["finite"]
     assert_identical(new.trainable, before.trainable)
+
+
+def test_a_step_that_overflows_the_weights_is_not_made(frozen, good):
+    optimizer = optax.sgd(1e38)
+    fresh = init_state(ARCH, LORA, frozen, optimizer, jax.random.key(0))
+    before = jax.device_get(fresh.trainable)
+    new, scalars, _ = update(CENTRED, optimizer, fresh, frozen, good)
+    assert np.isfinite(scalars["grad_norm"])
+    assert not scalars["finite"]
+    assert counters(new) == (0, 1, 1)
+    assert_identical(new.trainable, before)
 
 
 def test_a_gradient_that_overflows_is_noticed_though_the_loss_is_finite(state, frozen):

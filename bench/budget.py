@@ -55,7 +55,7 @@ def batch_of(rows: int, tokens: int, micro_batch_tokens: int, targets: float) ->
     sequences = []
     for _ in range(rows):
         ids = rng.integers(0, SMOLLM2.vocab_size, tokens).astype(np.int32)
-        mask = np.arange(tokens) >= tokens * (1 - targets)
+        mask = np.arange(tokens) >= max(tokens * (1 - targets), 1)  # nothing predicts the first token
         head = np.argsort(rng.random((int(mask.sum()), 4 * HEAD)), axis=1)[:, :HEAD].astype(np.int32)
         zeros = np.full(tokens, -2.0, np.float32)
         sequences.append(Trajectory(ids, mask, 1.0, zeros, np.zeros(tokens, np.int32), TopK(head, head * 0.0 - 5)))

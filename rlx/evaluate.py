@@ -24,7 +24,7 @@ from rlx.data.trajectories import graded
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
-from rlx.export import check_run, newest, run_path
+from rlx.export import check_run, newest
 from rlx.metrics.rollout import PASS
 from rlx.metrics.statistics import pass_at_k, wilson_interval
 from rlx.parallel import runtime
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv if argv is None else argv
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
     version, result = evaluate_run(config)
-    which = f"no checkpoint in {run_path(config)}: the model itself" if version is None else f"version {version}"
+    which = f"no checkpoint in {config.run.path}: the model itself" if version is None else f"version {version}"
     print(f"{which}: {result}")
     print(json.dumps({"version": version, **result.to_dict()}))
     return 0

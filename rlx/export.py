@@ -43,15 +43,11 @@ def write_merged(config: Config, model: assemble.Model, state: LearnerState, pat
     hf.save_params(path, model.arch, params, config.model.dtype, tokenizer_from=config.model.path)
 
 
-def run_path(config: Config) -> Path:
-    return Path(config.run.directory) / config.run.name
-
-
 def check_run(config: Config) -> None:
     """Raises ConfigError where the run that `config` names was made with another model, adapter or tasks."""
-    written = run_path(config) / "config.json"
+    written = config.run.path / "config.json"
     if written.is_file():
-        check_same(read_json(written), config, POLICY, str(run_path(config)))
+        check_same(read_json(written), config, POLICY, str(config.run.path))
 
 
 def newest(config: Config, model: assemble.Model, held_out: Sequence[Task] | None = None) -> Restored | None:
@@ -59,7 +55,7 @@ def newest(config: Config, model: assemble.Model, held_out: Sequence[Task] | Non
 
     Raises ConfigError where it is of another model or, where they are given, of other held-out tasks.
     """
-    directory = run_path(config) / "checkpoints"
+    directory = config.run.path / "checkpoints"
     if not directory.is_dir():
         return None
     for attempt in range(3):  # the run may be training: what was the newest step may be removed while it is read
@@ -75,7 +71,7 @@ def newest(config: Config, model: assemble.Model, held_out: Sequence[Task] | Non
                 raise
         finally:
             checkpoints.close()
-    assemble.check_belongs(config, model, held_out, restored.host, str(run_path(config)))
+    assemble.check_belongs(config, model, held_out, restored.host, str(config.run.path))
     return restored
 
 
@@ -93,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     restored = newest(config, model)
     if restored is None:
         print(
-            f"rlx export: {run_path(config)} has no checkpoint; train first, or give --config.run.name", file=sys.stderr
+            f"rlx export: {config.run.path} has no checkpoint; train first, or give --config.run.name", file=sys.stderr
         )
         return 1
     write_merged(config, model, restored.state, Path(target.value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -11,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from rlx.config.identity import flat
 from rlx.config.parse import to_dict
 from rlx.config.schema import Config
-from rlx.metrics.jsonl import encode, read_json, write_json
+from rlx.metrics.jsonl import read_json, write_json
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.names import check_names
 from rlx.metrics.progress import Progress, Shown
 from rlx.metrics.rundir import Records, RunDirectory
-from rlx.metrics.tensorboard import TensorBoard, flatten, samples_table
+from rlx.metrics.tensorboard import TensorBoard, samples_table
 from rlx.types import Group, Sample
 
 
@@ -121,8 +121,8 @@ class Recorder:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` of every setting that differs. `before` was read from a file, `now` may hold tuples."""
-    old, new = flatten(before), flatten(json.loads(encode(now)))
+    """`key: old -> new` of every setting that differs. `before` was read from a file."""
+    old, new = flat(before), flat(now)
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 

@@ -54,6 +54,7 @@ class Run:
     packing: PackingConfig
     stream: TaskStream
     held_out: list[Task]
+    held_out_digest: str
     engine: LocalEngine
     graders: GraderPool
     checkpoints: Checkpoints
@@ -88,7 +89,7 @@ class Run:
             "ledger": self.ledger.get_state(),
             "records": self.recorder.records,
             "model": self.model.fingerprint,
-            "held_out": digest(self.held_out),
+            "held_out": self.held_out_digest,
         }
 
     def save(self, host: dict[str, Any]) -> None:
@@ -103,7 +104,7 @@ def finished(config: Config) -> dict[str, Any] | None:
 
     Raises ConfigError where it was another run's end.
     """
-    path = Path(config.run.directory) / config.run.name
+    path = config.run.path
     if config.run.resume == "never" or not (path / "summary.json").is_file():
         return None
     summary = read_json(path / "summary.json")
@@ -142,13 +143,14 @@ def open_training(config: Config) -> Iterator[Run]:
     train_tasks, held_out = build_tasks(config.tasks)
     stream = assemble.task_stream(config, train_tasks)
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(open_run(Path(config.run.directory) / config.run.name, config.run.resume))
+        directory = stack.enter_context(open_run(config.run.path, config.run.resume))
         preemption = stack.enter_context(Preemption())
-        graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in train_tasks})))
-        check_gold_answers(graders, [*train_tasks, *held_out])
+        tasks = [*train_tasks, *held_out]
+        graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in tasks})))
+        check_gold_answers(graders, tasks)
 
         model = assemble.load_model(config)
-        assemble.check_prompts(config, model.tokenizer, [*train_tasks, *held_out])
+        assemble.check_prompts(config, model.tokenizer, tasks)
         optimizer = make_optimizer(config.learner)
         state = assemble.fresh_state(config, model)
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
@@ -180,6 +182,7 @@ def open_training(config: Config) -> Iterator[Run]:
             packing=assemble.packing_config(config, samples, assemble.head_size(config)),
             stream=stream,
             held_out=held_out,
+            held_out_digest=digest(held_out),
             engine=assemble.make_engine(config, model, policy, int(state.version)),
             graders=graders,
             checkpoints=checkpoints,

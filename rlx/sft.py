@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     """`rlx sft`: tunes the model and writes it to <run.directory>/<run.name>/sft as a Hugging Face directory."""
     argv = sys.argv if argv is None else argv
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
-    directory = Path(config.run.directory) / config.run.name / "sft"
+    directory = config.run.path / "sft"
     if not config.sft.steps:
         print("rlx sft: config.sft.steps = 0: nothing to do; give --config.sft.steps=50", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ Nothing here imports jax or ml_collections.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
 from rlx.config.objective import ObjectiveConfig
@@ -23,6 +24,11 @@ class RunConfig:
     seed: int
     resume: Literal["auto", "never", "must"]
     compilation_cache: str  # a directory, "" = none
+
+    @property
+    def path(self) -> Path:
+        """The run's own directory."""
+        return Path(self.directory) / self.name
 
 
 @dataclasses.dataclass(frozen=True)

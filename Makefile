@@ -105,23 +105,37 @@ docs: $(STAMP)  ## docs/configuration.md and docs/algorithms.md, from the code
 	$(BIN)/python -m rlx.algos.table
 
 .PHONY: bench
-bench: $(STAMP)  ## every file of bench/
-	@for file in $(sort $(wildcard bench/*.py)); do echo "== $$file"; $(BIN)/python -m "bench.$$(basename "$$file" .py)" $(ARGS); done
+bench: $(STAMP)  ## every file of bench/ but vs_peers
+	@for file in $(sort $(filter-out bench/vs_peers.py,$(wildcard bench/*.py))); do echo "== $$file"; $(BIN)/python -m "bench.$$(basename "$$file" .py)" $(ARGS); done
+
+.PHONY: bench-peers
+bench-peers: $(STAMP)  ## whole GRPO steps beside google-tunix and TRL, whose environments it makes; takes minutes
+	$(BIN)/python -m bench.vs_peers $(ARGS)
 
 .PHONY: notebooks
 notebooks: $(STAMP)  ## notebooks/*.ipynb, from experiments/*.py
 	@mkdir -p notebooks
 	@for file in $(sort $(wildcard experiments/*.py)); do $(BIN)/jupytext --to ipynb --output "notebooks/$$(basename "$$file" .py).ipynb" "$$file"; done
 
+.PHONY: tour screenshots
+tour: $(STAMP) $(MODEL)/config.json  ## docs/tour.ipynb: the tour as a notebook, with its outputs; a minute or two
+	PYTHONWARNINGS=ignore RLX_FIGURES=.cache/figures $(BIN)/jupytext --quiet --set-kernel python3 --to ipynb --execute \
+	  --run-path . --output docs/tour.ipynb experiments/01_tour.py
+
+RUN ?= runs/quickstart
+screenshots: $(STAMP)  ## docs/figures/{tensorboard,samples}.png of RUN=runs/quickstart, by headless Chromium
+	$(BIN)/python -m docs.screenshots $(RUN) docs/figures
+
 .PHONY: system-deps
-system-deps:  ## what must come from the system: git, make and Python; no library
-	@missing=; for tool in git make; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
-	if [ -z "$$missing" ]; then echo 'nothing to install: git and make are here, and every library comes from PyPI'; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update && apt-get install --yes $$missing; \
+system-deps:  ## what must come from the system: git, make, Chromium for the tests of pages, and Python
+	@missing=; for tool in git make chromium; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then echo 'nothing to install: git, make and chromium are here'; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update --quiet --quiet && DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --quiet --no-install-recommends $$missing fonts-dejavu-core; \
 	else echo "to install them: sudo apt-get install$$missing" >&2; exit 1; fi
 	@$(find_python); echo "Python: $$python, $$("$$python" --version)"
 
 .PHONY: clean
 clean:  ## removes environments and caches; keeps models/ and runs/
-	rm -rf .venv .venv-jax-latest .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis notebooks dist
+	rm -rf .venv .venv-jax-latest .venv-tunix .venv-trl .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis notebooks dist
 	find rlx kernels tests configs $(wildcard experiments bench) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,7 +25,7 @@ from rlx.config.parse import parse
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig, Trajectory, pack
 from rlx.learner.state import init_state, make_optimizer
-from rlx.learner.step import Batch, StepConfig, update
+from rlx.learner.step import Batch, StepConfig, add_slice, update, zero_total
 from rlx.models.lora import adapter_scale
 from rlx.models.spec import Architecture, init_params
 from rlx.types import TopK
@@ -79,14 +79,15 @@ def batch_of(head_size: int) -> Batch:
 def case_of(config: Config, changes: dict, implementation: str | None) -> Case:
     objective = dataclasses.replace(config.objective, **changes)
     scale = adapter_scale(config.lora) if config.lora.rank else None
-    step = StepConfig(ARCH, objective, scale, 1.0, False, "float32", implementation, SEQUENCES)
+    step = StepConfig(ARCH, objective, scale, 1.0, "none", "float32", implementation, SEQUENCES)
     optimizer, params = make_optimizer(config.learner), init_params(ARCH, jax.random.key(0))
     batch = batch_of(HEAD if objective.needs_head else 0)
     held = [init_state(ARCH, config.lora, params, optimizer, jax.random.key(1))]
-    compiled = update.lower(step, optimizer, held[0], params, batch).compile()
+    zeros = zero_total(step, held[0].trainable, params, batch[0])
+    compiled = add_slice.lower(step, held[0].trainable, params, batch[0], zeros).compile()
 
     def run() -> None:
-        held[0], scalars, metrics = compiled(held[0], params, batch)
+        held[0], scalars, metrics = update(step, optimizer, held[0], params, batch)
         jax.block_until_ready((scalars, metrics))
 
     memory = compiled.memory_analysis()

@@ -19,6 +19,17 @@ def source(**changes) -> ConfigDict:
     return entry
 
 
+def distribution(**changes) -> ConfigDict:
+    """A length, a duration or a pass rate of `simulate.sessions`."""
+    spread = ConfigDict()
+    spread.kind = "constant"  # constant (the mean) | lognormal | gamma | beta (in [0, 1]), by mean and cv | quantiles
+    spread.mean = 0.0
+    spread.cv = 0.0  # coefficient of variation: standard deviation / mean
+    spread.quantiles = ()  # values at evenly spaced probabilities, from the smallest to the largest, interpolated
+    spread.update(changes)
+    return spread
+
+
 def get_config() -> ConfigDict:
     c = ConfigDict()
 
@@ -32,7 +43,8 @@ def get_config() -> ConfigDict:
     c.model = ConfigDict()
     c.model.path = ""  # a Hugging Face directory: config.json, safetensors, tokenizer
     c.model.dtype = "float32"  # float32 | bfloat16: weights in memory and matrix products
-    c.model.remat = "layer"  # none | layer: recompute activations in the backward pass
+    c.model.remat = "auto"  # none | products | layer: the backward pass recomputes nothing | all but matrix products and
+    #                         attention | whole layers; auto = products where those of a micro-batch fit in 2 GiB
 
     c.lora = ConfigDict()
     c.lora.rank = 16  # 0 = train every parameter
@@ -64,6 +76,26 @@ def get_config() -> ConfigDict:
     c.rollout.filter_no_signal = True  # do not train on groups whose rewards are all equal
     c.rollout.no_signal_limit = 20  # with the filter on: collections in a row without any signal that stop the run
 
+    c.producer = ConfigDict()
+    c.producer.max_policy_lag = 0  # updates between a token and its training; 0 = one after the other, 6 = overlap
+    c.producer.publication = "refresh"  # barrier | refresh | drain: how engines get new weights, docs/async.md
+    c.producer.sessions_in_flight = 96  # open sessions
+    c.producer.engine_admission = 0  # requests that an engine runs at once, 0 = engine.slots
+    c.producer.http_admission = 0  # requests sent to an engine and not yet answered, 0 = 2 x its admission
+    c.producer.max_concurrent_samples = 0  # submitted and not yet graded; 0 = max(a collection, 2 x the fleet's slots)
+    c.producer.session_token_limit = 0  # tokens from which a session is given no further turn, 0 = none
+    c.producer.train_token_limit = 0  # tokens of the longest sample that is trained, 0 = learner.row_tokens
+    c.producer.over_limit = "drop"  # drop | cut: samples longer than train_token_limit
+    c.producer.sessions_beyond_training = False  # let session_token_limit be above train_token_limit
+    c.producer.stale_tasks = "return"  # return | drop: tasks of groups that became older than max_policy_lag
+    c.producer.request_timeout_s = 1800.0  # seconds from a request to its answer, then the engine is ejected
+    c.producer.environment_timeout_s = 600.0  # seconds of one call of an environment: reset, step, grading
+    c.producer.load_timeout_s = 600.0  # seconds in which an engine must have loaded new weights
+    c.producer.retries = 3  # times that a response, a sample or the repair of an engine is tried again
+    c.producer.backoff_s = 1.0  # seconds before the first retry; doubles with each
+    c.producer.outage_s = 300.0  # seconds without any engine that end the run
+    c.producer.failure_limit = 64  # samples in a row that failed for good that end the run
+
     c.engine = ConfigDict()
     c.engine.kind = "local"  # local: the embedded engine
     c.engine.slots = 64  # responses decoded at once
@@ -86,6 +118,7 @@ def get_config() -> ConfigDict:
     c.learner.row_tokens = 256  # tokens of a packed row; no sample may be longer
     c.learner.row_targets = 0  # tokens of a row that the loss is on, 0 = row_tokens; the output head runs on these
     c.learner.micro_batch_rows = 4  # rows whose activations are held at once
+    c.learner.prefix_sharing = True  # compute a prompt once for all samples of its group in a row
     c.learner.nonfinite_limit = 3  # skipped updates in a row that stop the run
     c.learner.logprob_implementation = "auto"  # auto | reference | xla
 
@@ -136,7 +169,12 @@ def get_config() -> ConfigDict:
     c.sft.steps = 0  # optimizer steps before RL, 0 = none
     c.sft.path = ""  # JSONL of {"question", "response"}
     c.sft.learning_rate = 1e-4
-    c.sft.batch_size = 32  # examples
+    c.sft.batch_size = 32  # examples of a step
+    c.sft.batch_rows = 0  # rows that a step fills with as many examples as they hold, in place of batch_size; 0 = off
+    c.sft.validation_path = ""  # JSONL like path, for the validation loss, or
+    c.sft.validation_fraction = 0.0  # of path's questions, kept out of training for it; 0 and no path = no validation
+    c.sft.eval_every = 25  # steps between two validation losses
+    c.sft.save_every = 100  # steps between two checkpoints of `rlx sft`
 
     c.eval = ConfigDict()
     c.eval.every = 0  # updates between evaluations, 0 = only before and after
@@ -155,4 +193,38 @@ def get_config() -> ConfigDict:
     c.metrics.samples_every = 5  # updates
     c.metrics.samples_shown = 4
     c.metrics.skip_updates = 3  # updates left out of every rate: they hold compilation
+
+    c.simulate = ConfigDict()  # `rlx simulate` alone reads it; tokens and seconds
+    c.simulate.token_grain = 1  # tokens that one simulated token stands for: more is faster, and rounds lengths
+    c.simulate.engines = ConfigDict()
+    c.simulate.engines.count = 1
+    c.simulate.engines.start_seconds = 0.0  # before the first request
+    c.simulate.engines.step_seconds = 0.02  # of a decoding step: a token for each of n running requests takes this
+    c.simulate.engines.step_seconds_per_request = 0.0002  # and n times this
+    c.simulate.engines.request_seconds = 0.0  # that a request holds its slot beside prefill and decoding
+    c.simulate.engines.prefill_tokens_per_s = 10_000.0  # decoding stands still meanwhile
+    c.simulate.engines.prefix_cache = False  # True: a session's next turn prefills only what is new
+    c.simulate.engines.load_seconds = 0.0  # to take over published weights
+    c.simulate.sessions = ConfigDict()
+    c.simulate.sessions.tasks = 1000  # different ones
+    c.simulate.sessions.pass_rate = distribution(kind="beta", mean=0.5, cv=0.6)  # over tasks
+    c.simulate.sessions.task_cv = 0.0  # of a factor on response lengths that all samples of a task share
+    c.simulate.sessions.open_seconds = distribution()  # before the first request, as a sandbox starts
+    c.simulate.sessions.prompt_tokens = distribution(mean=64.0)
+    c.simulate.sessions.turns = distribution(mean=1.0)  # responses; a tool answers between each two
+    c.simulate.sessions.response_tokens = distribution(kind="lognormal", mean=32.0, cv=0.5)  # of one turn
+    c.simulate.sessions.tool_tokens = distribution()
+    c.simulate.sessions.tool_seconds = distribution()
+    c.simulate.sessions.close_seconds = distribution()  # after the last response, before the grading
+    c.simulate.sessions.grade_seconds = distribution()  # config.grader.workers grade at once
+    c.simulate.trainer = ConfigDict()
+    c.simulate.trainer.update_seconds = 1.0  # of an update
+    c.simulate.trainer.seconds_per_token = 0.0  # and this for each token of its batch
+    c.simulate.trainer.publish_seconds = 0.0  # to send weights out, before the engines load them
+    c.simulate.trainer.other_seconds = 0.0  # between publication and the next batch: metrics, checkpoints
+    c.simulate.trainer.engine_slowdown = 1.0  # factor on the engines' seconds while training; 1 = separate devices
+    c.simulate.faults = ConfigDict()
+    c.simulate.faults.engine_failures_per_hour = 0.0  # of one engine
+    c.simulate.faults.engine_down_seconds = 300.0  # until it is back
+    c.simulate.faults.failed_gradings = 0.0  # fraction
     return c

@@ -195,8 +195,9 @@ for group in groups:
 # ## Packing
 #
 # Samples of all lengths are laid side by side in rows of one shape, so that nothing is ever compiled twice. Segment ids
-# keep neighbours from seeing each other. The output head, much of the work of a small model, runs on the *targets*
-# only: the tokens that the policy wrote.
+# keep neighbours from seeing each other. A group's prompt is there once: its responses are segments of their own that
+# see it, too. The output head, much of the work of a small model, runs on the *targets* only: the tokens that the
+# policy wrote.
 
 # %%
 samples = [s for group in groups for s in group.samples]
@@ -204,7 +205,7 @@ packing = assemble.packing_config(config, len(samples), assemble.head_size(confi
 packed = pack(trajectories(samples, credit, version=0, with_head=packing.head_size > 0), packing)
 used = packed.num_micro_batches
 print(f"{len(samples)} samples in {used} micro-batches of {packing.rows} rows of {packing.row_tokens} tokens")
-print(f"{packed.fill_rate:.0%} of the positions hold a token, {packed.mask.sum()} of them are targets")
+print(f"{packed.fill_rate:.0%} of the positions hold a token; sharing prompts saves {packed.shared_fraction:.0%}")
 
 # %% [markdown]
 # ## Two programs, one distribution
@@ -219,19 +220,19 @@ batch = assemble.device_batch(packed)
 
 
 @jax.jit
-def score(params, adapter, batch, i):
-    """log p of the targets of micro-batch i, [rows, targets]."""
-    rows = batch.tokens[i], batch.positions[i], batch.segment_ids[i]
+def score(params, adapter, batch):
+    """log p of the targets of a micro-batch, [rows, targets]."""
+    rows = batch.tokens, batch.positions, batch.segment_ids, batch.prefix_ids
     hidden = forward(model.arch, params, *rows, adapter=adapter, adapter_scale=step.adapter_scale)
-    predicting = jnp.take_along_axis(hidden, batch.source[i][..., None], axis=1)
+    predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
     stats = token_stats(
-        predicting.reshape(-1, model.arch.hidden_size), head_matrix(params), batch.target_tokens[i].ravel(), None
+        predicting.reshape(-1, model.arch.hidden_size), head_matrix(params), batch.target_tokens.ravel(), None
     )
-    return stats.logprob.reshape(batch.mask[i].shape)
+    return stats.logprob.reshape(batch.mask.shape)
 
 
 def target_logprobs(adapter):
-    scores = np.stack([score(model.params, adapter, batch, i) for i in range(used)])
+    scores = np.stack([score(model.params, adapter, micro_batch) for micro_batch in batch])
     return scores[packed.mask[:used]]
 
 
@@ -257,7 +258,7 @@ for name in ("policy/entropy", "policy/logprob_mean", "offpolicy/ratio_mean", "o
 # %% [markdown]
 # ## What it did
 #
-# Left: the packed rows, a colour for each sample. Right: how the log-prob of each trained token has moved. Tokens of
+# Left: the packed rows, a colour for each segment. Right: how the log-prob of each trained token has moved. Tokens of
 # attempts better than their group's mean became likelier, those of the others less likely.
 
 # %%

@@ -12,17 +12,21 @@ import jax.numpy as jnp
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
-from rlx.data.packing import PackedBatch, PackingConfig, capacity_for
+from rlx.data.packing import PackedBatch, PackingConfig
 from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.learner.state import LearnerState, init_state, make_optimizer
-from rlx.learner.step import Batch, StepConfig
+from rlx.learner.step import Batch, MicroBatch, StepConfig
 from rlx.models import files, hf
 from rlx.models.lora import adapter_scale, merge
 from rlx.models.spec import Architecture, Params
+from rlx.models.transformer import Remat, kept_bytes, prefix_sharing_unsupported_reason
 from rlx.rollout.collect import Sampling
 from rlx.rollout.local import LocalEngine
 from rlx.types import Task
+
+# Under model.remat = "auto" the most bytes that matrix products of a micro-batch may take between the two passes.
+KEPT_BYTES = 2 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +48,9 @@ def load_model(config: Config) -> Model:
             f"config.engine.context = {context}: the model in {path} was made for {arch.max_positions} positions "
             f"(max_position_embeddings in its config.json); set at most {arch.max_positions}"
         )
+    reason = prefix_sharing_unsupported_reason(arch)
+    if config.learner.prefix_sharing and reason:
+        raise ConfigError(f"config.learner.prefix_sharing = True: the model in {path} cannot, {reason}; set it to False")
     if head_size(config) > arch.vocab_size:
         raise ConfigError(
             f"config.rollout.head_size = {config.rollout.head_size}: the model in {path} has {arch.vocab_size} tokens; "
@@ -127,7 +134,6 @@ def make_engine(config: Config, model: Model, params: Params, version: int) -> L
         config.engine,
         params,
         version=version,
-        max_new_tokens=config.rollout.max_new_tokens,
         head_size=head_size(config),
         stop_ids=tuple(model.tokenizer.stop_token_ids),
     )
@@ -161,33 +167,42 @@ def step_config(config: Config, arch: Architecture, num_sequences: int) -> StepC
         objective=config.objective,
         adapter_scale=adapter_scale(config.lora) if config.lora.rank else None,
         temperature=config.rollout.temperature,
-        remat=config.model.remat == "layer",
+        remat=remat(config, arch),
         dtype=config.model.dtype,
         logprob_implementation=None if implementation == "auto" else implementation,
         num_sequences=num_sequences,
     )
 
 
+def remat(config: Config, arch: Architecture) -> Remat:
+    """What the update recomputes; under model.remat = "auto" a function of the configuration alone, so that a resumed
+    run computes what it did before."""
+    if config.model.remat != "auto":
+        return config.model.remat
+    tokens = config.learner.row_tokens * config.learner.micro_batch_rows
+    kept = tokens * kept_bytes(arch, jnp.dtype(config.model.dtype).itemsize)
+    return "products" if kept <= KEPT_BYTES else "layer"
+
+
 def packing_config(config: Config, num_sequences: int, head: int) -> PackingConfig:
     learner = config.learner
-    row_targets = learner.row_targets or learner.row_tokens
     return PackingConfig(
         row_tokens=learner.row_tokens,
-        row_targets=row_targets,
+        row_targets=learner.row_targets or learner.row_tokens,
         rows=learner.micro_batch_rows,
-        capacity=capacity_for(
-            num_sequences,
-            config.engine.context,
-            config.rollout.max_new_tokens,
-            learner.row_tokens,
-            row_targets,
-            learner.micro_batch_rows,
-        ),
+        capacity=-(-num_sequences // learner.micro_batch_rows),  # at worst each has a row of its own
         head_size=head,
+        share_prefixes=learner.prefix_sharing,
     )
 
 
 def device_batch(packed: PackedBatch) -> Batch:
     """The packed batch on the device."""
+    whole = ("num_targets", "num_sequences")
+    slices = [f.name for f in dataclasses.fields(MicroBatch) if f.name not in whole]
+    counts = {name: jnp.asarray(getattr(packed, name), jnp.int32) for name in whole}
     # Each array of the batch has its twin of the same name, so a forgotten one fails here.
-    return Batch(**{f.name: jax.tree.map(jnp.asarray, getattr(packed, f.name)) for f in dataclasses.fields(packed)})
+    return [
+        MicroBatch(**{name: jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), getattr(packed, name)) for name in slices}, **counts)
+        for i in range(len(packed.tokens))
+    ]

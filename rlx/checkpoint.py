@@ -30,6 +30,7 @@ class Restored:
     step: int
     state: LearnerState
     host: dict[str, Any]
+    flow: bytes
 
 
 class Checkpoints:
@@ -55,8 +56,15 @@ class Checkpoints:
         latest = self._checkpointer.latest
         return None if latest is None else latest.step
 
-    def save(self, step: int, state: LearnerState, host: dict[str, Any]) -> None:
+    @property
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, oldest first."""
+        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+
+    def save(self, step: int, state: LearnerState, host: dict[str, Any], flow: bytes = b"") -> None:
         """Start saving; returns when the state has been copied. Waits for the save before it, and raises its error.
+
+        flow: what was under way, as `rlx.rollout.records` packs it.
 
         A step that is there already is left as it is: the state of a step does not depend on when it is saved.
         """
@@ -68,7 +76,10 @@ class Checkpoints:
         copy = jax.block_until_ready(jax.tree.map(jnp.copy, state))
         # The host's state goes as one JSON text: it is a value, not a tree of arrays to be sharded.
         text = json.dumps({"host": host, "arrays": _describe(state)}).encode()
-        parts = {"state": copy, "host": {"json": np.frombuffer(text, np.uint8)}}
+        host_parts = {"json": np.frombuffer(text, np.uint8)}
+        if flow:
+            host_parts["flow"] = np.frombuffer(flow, np.uint8)
+        parts = {"state": copy, "host": host_parts}
         self._pending = self._checkpointer.save_checkpointables_async(step, parts)
         self.save_seconds = time.perf_counter() - start
 
@@ -87,11 +98,11 @@ class Checkpoints:
         step = self.latest_step if step is None else step
         if step is None:
             raise CheckpointError(f"no checkpoint in {self.directory}")
-        text = self._load(step, {"host": None})["host"]["json"]
-        saved = json.loads(np.asarray(text).tobytes())
+        host = {name: np.asarray(value).tobytes() for name, value in self._load(step, {"host": None})["host"].items()}
+        saved = json.loads(host["json"])
         _check_arrays(saved["arrays"], _describe(abstract), f"checkpoint {step} in {self.directory}")
         loaded = self._load(step, {"state": abstract})
-        return Restored(step, loaded["state"], saved["host"])
+        return Restored(step, loaded["state"], saved["host"], host.get("flow", b""))
 
     def _load(self, step: int, parts: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -15,8 +15,14 @@ COMMANDS = {
     "sft": ("rlx.sft", "supervised fine-tuning on JSONL"),
     "evaluate": ("rlx.evaluate", "pass rate of a run's newest checkpoint on held-out tasks"),
     "export": ("rlx.export", "a run's newest checkpoint as a Hugging Face directory"),
+    "show": ("rlx.show", "a run in the terminal; --html writes a page of its samples"),
+    "tensorboard": ("rlx.board", "TensorBoard on a run or a directory of runs"),
+    "chat": ("rlx.chat", "talk to a checkpoint"),
+    "simulate": ("rlx.simulate", "what a cluster would do: waiting, ages, occupancy"),
     "verify-model": ("rlx.verify", "check a checkpoint against stored logits and gradient norms"),
 }
+# These take words of their own, the others a recipe.
+WITHOUT_RECIPE = ("show", "tensorboard", "chat", "verify-model")
 
 
 def usage() -> str:
@@ -41,7 +47,7 @@ def run(name: str, arguments: list[str]) -> int:
     """The program `name` with its arguments: its exit status, and 1 or 2 with a message where it raises one."""
     program = importlib.import_module(COMMANDS[name][0])
     try:
-        return program.main(arguments if name == "verify-model" else [f"rlx {name}", *arguments])
+        return program.main(arguments if name in WITHOUT_RECIPE else [f"rlx {name}", *arguments])
     except ConfigError as error:
         print("\n".join(f"rlx {name}: {problem}" for problem in error.problems), file=sys.stderr)
         return 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import signal
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,22 +20,21 @@ class Preempted(Exception):
 class Preemption:
     """Turns SIGTERM and SIGINT into `Preempted` at a safe point, for as long as the context lasts.
 
-    A second Ctrl-C does what it does elsewhere: it ends the process where it is. One event loop for the run.
+    A second Ctrl-C does what it does elsewhere: it ends the process where it is. One event loop for the run, in a
+    thread of its own, so that what was begun on it goes on while the main thread trains. Enter it in the main thread:
+    only that one gets signals.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._runner = asyncio.Runner()
         self._task: asyncio.Task[Any] | None = None
 
     def __enter__(self) -> Preemption:
-        if asyncio._get_running_loop() is not None:
-            raise RuntimeError(
-                "an event loop is running already, as in a notebook, and a run needs one of its own: start it as a "
-                "process, `rlx train --config=...`"
-            )
         self._previous = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGTERM, signal.SIGINT)}
-        self._runner.__enter__()
+        started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="host", daemon=True)
+        self._thread.start()
+        started.wait()
         return self
 
     def __exit__(
@@ -41,7 +42,14 @@ class Preemption:
     ) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        self._runner.__exit__(kind, error, trace)
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    async def _serve(self, started: threading.Event) -> None:
+        """The loop's life; leaving it cancels what still runs there."""
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        started.set()
+        await self._over.wait()
 
     def check(self) -> None:
         if self.requested:
@@ -50,14 +58,22 @@ class Preemption:
     def run[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop; a signal cancels it at its next await."""
         try:
-            return self._runner.run(self._watch(work))
-        except asyncio.CancelledError:
+            return self.finish(self._watch(work))
+        except concurrent.futures.CancelledError as error:
             self.check()
-            raise
+            raise asyncio.CancelledError from error
 
     def finish[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` to its end, signal or not: for what must not be left half done."""
-        return self._runner.run(work)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def call[T](self, function: Callable[[], T]) -> T:
+        """The result of `function`, called on the loop: what it sees there does not change under its eyes."""
+
+        async def job() -> T:
+            return function()
+
+        return self.finish(job())
 
     async def _watch[T](self, work: Coroutine[Any, Any, T]) -> T:
         self._task = asyncio.current_task()
@@ -73,5 +89,5 @@ class Preemption:
         self.requested = True
         if signum == signal.SIGINT:
             signal.signal(signum, self._previous[signal.SIGINT])
-        if self._task is not None:
-            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        if (task := self._task) is not None:
+            self._loop.call_soon_threadsafe(task.cancel)

@@ -14,12 +14,14 @@ from rlx.config.identity import flat
 from rlx.config.parse import to_dict
 from rlx.config.schema import Config
 from rlx.metrics.jsonl import read_json, write_json
-from rlx.metrics.ledger import Ledger
 from rlx.metrics.names import check_names
 from rlx.metrics.progress import Progress, Shown
 from rlx.metrics.rundir import Records, RunDirectory
+from rlx.metrics.shown import is_due, shown_samples
 from rlx.metrics.tensorboard import TensorBoard, samples_table
 from rlx.types import Group, Sample
+
+Scores = Mapping[tuple[int, int], np.ndarray]  # (group, index) -> the trainer's log-probs of the written tokens
 
 
 class Recorder:
@@ -50,21 +52,26 @@ class Recorder:
         return self._run.records
 
     def update(
-        self, update: int, scalars: Mapping[str, float], groups: Sequence[Group], arrays: Mapping[str, Sequence[float]]
+        self,
+        update: int,
+        scalars: Mapping[str, float],
+        groups: Sequence[Group],
+        arrays: Mapping[str, Sequence[float]],
+        scores: Scores | None = None,
     ) -> None:
-        """One update's metrics, its samples, and now and then histograms and sample texts."""
+        """One update's metrics, its samples, and now and then histograms and sample texts.
+
+        `scores`: of the samples that the trainer has scored before the update, under the policy it started from.
+        """
         check_names(scalars)
         self._run.metrics.append({"update": update, **scalars})
-        for group in groups:
-            for sample in group.samples:
-                self._run.samples.append({"update": update, "phase": "train", **sample_record(sample)})
+        scores = scores or {}
+        samples = [sample for group in groups for sample in group.samples]
+        for sample in samples:
+            record = sample_record(sample, scores.get((sample.group, sample.index)))
+            self._run.samples.append({"update": update, "phase": "train", **record})
         if self._tensorboard is not None:
-            self._tensorboard.scalars(scalars, update)
-            if update % self._config.metrics.histograms_every == 0:
-                for name, values in ((n, v) for n, v in arrays.items() if len(v)):
-                    self._tensorboard.histogram(name, np.asarray(values), update)
-            if update % self._config.metrics.samples_every == 0:
-                self._tensorboard.text("response/samples", samples_table(self._chosen(groups)), update)
+            self._events(self._tensorboard, update, scalars, groups, {**arrays, **_gaps(samples, scores)})
         self.progress.update(
             Shown(
                 reward=scalars.get("reward/mean", math.nan),
@@ -83,7 +90,7 @@ class Recorder:
                 self._run.samples.append({"update": update, "phase": "eval", "label": label, **sample_record(sample)})
         if self._tensorboard is not None:
             self._tensorboard.scalars(scalars, update)
-            self._tensorboard.text("eval/samples", samples_table(self._chosen(groups)), update)
+            self._tensorboard.text("eval/samples", self._table(groups), update)
 
     def sft(self, step: int, scalars: Mapping[str, float]) -> None:
         check_names(scalars)
@@ -91,8 +98,8 @@ class Recorder:
         if self._tensorboard is not None:
             self._tensorboard.scalars(scalars, step)
 
-    def ledger(self, ledger: Ledger) -> None:
-        write_json(self._run.ledger, ledger.get_state())
+    def ledger(self, state: Mapping[str, Any]) -> None:
+        write_json(self._run.ledger, state)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         write_json(self._run.summary, values)
@@ -113,11 +120,32 @@ class Recorder:
         if self._tensorboard is not None:
             self._tensorboard.close("success" if error is None else "failure")
 
-    def _chosen(self, groups: Sequence[Group]) -> list[Sample]:
-        """The first samples of the first groups: one from each before a second from any."""
-        most = self._config.metrics.samples_shown
-        by_index = sorted((s for g in groups for s in g.samples), key=lambda s: s.index)
-        return by_index[:most]
+    def _events(
+        self,
+        board: TensorBoard,
+        update: int,
+        scalars: Mapping[str, float],
+        groups: Sequence[Group],
+        arrays: Mapping[str, Sequence[float]],
+    ) -> None:
+        metrics, last = self._config.metrics, self._config.learner.updates
+        board.scalars(scalars, update)
+        if is_due(update, metrics.histograms_every, last):
+            for name, values in ((n, v) for n, v in arrays.items() if len(v)):
+                board.histogram(name, np.asarray(values), update)
+        if is_due(update, metrics.samples_every, last):
+            board.text("response/samples", self._table(groups), update)
+
+    def _table(self, groups: Sequence[Group]) -> str:
+        table = samples_table(shown_samples(groups, self._config.metrics.samples_shown))
+        return f"{table}\n\nEvery token of these, and more samples: `rlx show {self._run.path} --html`"
+
+
+def _gaps(samples: Sequence[Sample], scores: Scores) -> dict[str, list[float]]:
+    """What the trainer's log-probs differ by from the sampler's, over all scored tokens."""
+    scored = [(s, scores[s.group, s.index]) for s in samples if (s.group, s.index) in scores]
+    gaps = [values - sample.logprobs[sample.mask] for sample, values in scored]
+    return {"offpolicy/logprob_gap": np.concatenate(gaps).tolist()} if gaps else {}
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -126,9 +154,10 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
-def sample_record(sample: Sample) -> dict[str, Any]:
-    """One line of samples.jsonl. Log-probs are those of the written tokens."""
-    return {
+def sample_record(sample: Sample, scored: np.ndarray | None = None) -> dict[str, Any]:
+    """One line of samples.jsonl. Log-probs are those of the written tokens, `trainer_logprobs` where they are known."""
+    written = np.flatnonzero(sample.mask)
+    record = {
         "task": sample.task.id,
         "group": sample.group,
         "index": sample.index,
@@ -138,8 +167,9 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         "reward": sample.reward,
         "grade": dict(sample.grade),
         "stop_reason": sample.stop_reason.value,
-        "prompt_tokens": len(sample.tokens) - sample.num_written,
+        "prompt_tokens": int(written[0]) if len(written) else len(sample.tokens),
         "tokens": sample.tokens.tolist(),
         "logprobs": sample.logprobs[sample.mask].tolist(),
         "versions": [dataclasses.astuple(span) for span in sample.version_spans],
     }
+    return record if scored is None else record | {"trainer_logprobs": scored.tolist()}

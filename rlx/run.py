@@ -7,28 +7,30 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
 from rlx import assemble
-from rlx.checkpoint import Checkpoints
+from rlx.checkpoint import Checkpoints, Restored
 from rlx.config.identity import RUN, check_same
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
 from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.graders import GraderPool, check_gold_answers
 from rlx.envs.tasks import build_tasks
+from rlx.feed import Feed, Overlapped, Parts, Synchronous
 from rlx.interrupt import Preemption
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import StepConfig
-from rlx.metrics.jsonl import read_json, read_jsonl
+from rlx.metrics.jsonl import read_json, read_jsonl, write_bytes
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.rundir import Records, RunDirectory, RunDirectoryError, open_run
 from rlx.metrics.timers import Timers
 from rlx.parallel import runtime
 from rlx.recorder import Recorder
 from rlx.rollout.local import LocalEngine
+from rlx.rollout.records import pack, unpack
 from rlx.types import Task
 
 
@@ -40,6 +42,31 @@ class Progress:
     no_signal_streak: int = 0  # collections in a row without any signal
     evals: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # label -> EvalResult
     seconds: float = 0.0  # wall time of the earlier processes of this run
+
+
+class Moment(NamedTuple):
+    """What a checkpoint holds beside the learner's state."""
+
+    host: dict[str, Any]  # JSON
+    flow: dict[str, Any]  # what was under way, with arrays (`rlx.rollout.records`); {} where nothing can be
+
+
+LATER = "later.record"
+
+
+def write_later(directory: Path, step: int, moment: Moment) -> None:
+    """Beside checkpoint `step`, whose learner's state it shares: what has been generated since."""
+    write_bytes(directory / LATER, pack({"step": step, "host": moment.host, "flow": moment.flow}))
+
+
+def with_later(directory: Path, restored: Restored) -> Moment:
+    """The newest moment of a restored checkpoint."""
+    path = directory / LATER
+    if path.exists():
+        later = unpack(path.read_bytes())
+        if later["step"] == restored.step:
+            return Moment(later["host"], later["flow"])
+    return Moment(restored.host, unpack(restored.flow) if restored.flow else {})
 
 
 @dataclasses.dataclass
@@ -65,7 +92,7 @@ class Run:
     state: LearnerState
     progress: Progress
     ledger: Ledger
-    resumed: bool
+    flow: dict[str, Any] | None  # what was under way in the checkpoint that was restored; None: the run is fresh
     started: float  # time.monotonic() of this process's start
 
     @property
@@ -81,6 +108,33 @@ class Run:
         """The parameters that engines should serve now."""
         return assemble.policy_params(self.config, self.model, self.state.trainable)
 
+    @property
+    def resumed(self) -> bool:
+        return self.flow is not None
+
+    def open_feed(self) -> Feed:
+        """Where batches come from. What engines serve and the ledger holds must be the run's current state."""
+        parts = Parts(
+            self.config,
+            self.model.tokenizer,
+            self.engine,
+            self.graders,
+            self.stream,
+            self.ledger,
+            self.preemption,
+        )
+        if not self.config.producer.max_policy_lag:
+            return Synchronous(parts)
+        return Overlapped(parts, self.policy(), self.version, self.directory, self.flow)
+
+    def moment(self, feed: Feed | None = None) -> Moment:
+        """The state of now, which is that after update `progress.update`."""
+
+        def take() -> Moment:
+            return Moment(self.host_state(), {} if feed is None else feed.get_state(self.progress.update))
+
+        return self.preemption.call(take)
+
     def host_state(self) -> dict[str, Any]:
         """JSON: everything a resumed run continues from, beside the learner's arrays."""
         return {
@@ -92,11 +146,17 @@ class Run:
             "held_out": self.held_out_digest,
         }
 
-    def save(self, host: dict[str, Any]) -> None:
-        """Start a checkpoint of the learner's state with `host`, which must be of the same moment."""
+    def save(self, moment: Moment, feed: Feed | None = None) -> None:
+        """Start a checkpoint of the learner's state with `moment`, which must belong to it."""
         self.recorder.sync()
-        self.recorder.ledger(self.ledger)
-        self.checkpoints.save(host["progress"]["update"], self.state, host)
+        self.recorder.ledger(moment.host["ledger"])
+        step = moment.host["progress"]["update"]
+        if moment.flow and step == self.checkpoints.latest_step:
+            write_later(self.directory, step, moment)
+        else:
+            self.checkpoints.save(step, self.state, moment.host, pack(moment.flow) if moment.flow else b"")
+        if feed is not None:
+            feed.kept(sorted({*self.checkpoints.steps, step}))
 
 
 def finished(config: Config) -> dict[str, Any] | None:
@@ -155,23 +215,24 @@ def open_training(config: Config) -> Iterator[Run]:
         state = assemble.fresh_state(config, model)
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
         stack.callback(checkpoints.close)
-        progress, ledger, restored = Progress(), Ledger(), None
+        progress, ledger, restored, flow = Progress(), Ledger(), None, None
         if checkpoints.latest_step is None:
             refuse_to_overwrite(directory)
         else:
             check_same(read_json(directory.config), config, RUN, str(directory.path))
             restored = checkpoints.restore(state)
-            assemble.check_belongs(config, model, held_out, restored.host, str(directory.path))
-            state, progress = restored.state, Progress(**restored.host["progress"])
-            stream.set_state(restored.host["stream"])
-            ledger.set_state(restored.host["ledger"])
+            host, flow = with_later(directory.path, restored)
+            assemble.check_belongs(config, model, held_out, host, str(directory.path))
+            state, progress = restored.state, Progress(**host["progress"])
+            stream.set_state(host["stream"])
+            ledger.set_state(host["ledger"])
 
         samples = config.rollout.tasks_per_update * config.rollout.group_size
         policy = assemble.policy_params(config, model, state.trainable)
         recorder = (
             Recorder(config, directory, -1, Records(0, 0))
             if restored is None
-            else Recorder(config, directory, restored.step, Records(*restored.host["records"]))
+            else Recorder(config, directory, restored.step, Records(*host["records"]))
         )
         yield Run(
             config=config,
@@ -193,6 +254,6 @@ def open_training(config: Config) -> Iterator[Run]:
             state=state,
             progress=progress,
             ledger=ledger,
-            resumed=restored is not None,
+            flow=flow,
             started=started,
         )

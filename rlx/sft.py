@@ -1,166 +1,189 @@
 """Supervised fine-tuning on JSONL of {"question", "response"}: a cold start before RL, or a model of its own.
 
     rlx sft --config=configs/quickstart.py --config.sft.path=examples.jsonl --config.sft.steps=50
+    rlx sft ... --config.sft.validation_fraction=0.1 --config.sft.batch_rows=16
 
-It is the learner's own update: the negative log-likelihood is the REINFORCE loss with advantage 1 at every response
-token, its mean over the tokens of a batch.
+The model goes to RUN/sft, of the step with the lowest validation loss where there is one; metrics, TensorBoard events
+and checkpoints to RUN/supervised. Start the same command again to continue; `rlx show RUN/supervised` shows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
+import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from tqdm import tqdm
 
 from rlx import assemble, cli
+from rlx.checkpoint import Checkpoints
+from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
-from rlx.config.objective import ObjectiveConfig
+from rlx.config.identity import check_same
 from rlx.config.schema import Config
-from rlx.data.packing import Trajectory, pack
-from rlx.envs.chat import ChatTokenizer
-from rlx.envs.extract import normalise_text
 from rlx.envs.tasks import build_tasks
 from rlx.export import write_merged
-from rlx.learner.state import LearnerState, make_optimizer
-from rlx.learner.step import update
+from rlx.interrupt import EXIT_PREEMPTED, Preempted, Preemption
+from rlx.learner.state import LearnerState
+from rlx.metrics.jsonl import read_json
+from rlx.metrics.rundir import Records, RunDirectory, open_run
+from rlx.models.spec import Params
 from rlx.parallel import runtime
 from rlx.run import Run
+from rlx.supervised import Examples, Hooks, Progress, fresh, read, supervise
+from rlx.supervised_records import SupervisedRecorder
 from rlx.types import Task
 
-Report = Callable[[int, dict[str, float]], None]
+# What the steps may not change once they have begun: what they are of, and how the examples are dealt out.
+SAME = (
+    *("model.dtype", "lora", "run.seed", "tasks.system_prompt", "tasks.suffix"),
+    *("learner.row_tokens", "learner.micro_batch_rows", "learner.max_grad_norm", "learner.weight_decay"),
+    *(f"sft.{key}" for key in ("learning_rate", "batch_size", "batch_rows", "validation_fraction", "eval_every")),
+)
 
 
-def read_examples(
-    path: str, tokenizer: ChatTokenizer, row_tokens: int, held_out: Iterable[Task] = ()
-) -> list[Trajectory]:
-    """The examples of a JSONL file, tokenised.
+def sft_examples(config: Config, model: assemble.Model, held_out: Iterable[Task] = ()) -> Examples | None:
+    """The examples of `config.sft`; None where it has no steps. Raises what `read` does."""
+    return read(config, model, held_out) if config.sft.steps else None
 
-    Raises ValueError with file, line and what is wrong there; a question of the held-out tasks is wrong, too: what an
-    evaluation asks must not have been taught.
+
+def cold_start(run: Run, examples: Examples) -> None:
+    """Move the run's policy by supervised steps before its first update; it is version 0 still.
+
+    With validation examples it is the policy of their lowest loss.
     """
-    asked = {normalise_text(task.question) for task in held_out}
-    examples = []
-    # A line ends with a newline only: JSON may hold other characters that str.splitlines takes for an end.
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error})") from error
-        found = [record.get(k) for k in ("question", "response")] if isinstance(record, dict) else []
-        texts = [text for text in found if isinstance(text, str) and text]
-        if len(texts) < 2:
-            raise ValueError(f'{where}: must be {{"question": TEXT, "response": TEXT}}, none of them empty')
-        if normalise_text(texts[0]) in asked:
-            raise ValueError(f"{where}: the question {texts[0]!r} is one of the held-out tasks; remove the example")
-        tokens, mask = tokenizer.encode_example(*texts)
-        if len(tokens) > row_tokens:
-            raise ValueError(f"{where}: {len(tokens)} tokens; learner.row_tokens holds {row_tokens}")
-        zeros = np.zeros(len(tokens), np.float32)
-        examples.append(Trajectory(tokens, mask, 1.0, zeros, zeros.astype(np.int32), None))
-    if not examples:
-        raise ValueError(f"{path}: no examples in it")
-    return examples
+    kept: list[Params] = []
 
+    def keep(step: int, state: LearnerState) -> None:
+        kept[:] = [jax.tree.map(jnp.copy, state.trainable)]
 
-def sft_examples(config: Config, model: assemble.Model, held_out: Iterable[Task] = ()) -> list[Trajectory]:
-    """The examples of `config.sft`; none where it has no steps. Raises what `read_examples` does."""
-    if not config.sft.steps:
-        return []
-    return read_examples(config.sft.path, model.tokenizer, config.learner.row_tokens, held_out)
-
-
-def supervise(
-    config: Config,
-    model: assemble.Model,
-    examples: list[Trajectory],
-    state: LearnerState,
-    report: Report,
-    check: Callable[[], None],
-) -> LearnerState:
-    """The learner's state after `config.sft.steps` optimizer steps from `state`, with its own optimizer and versions.
-
-    `report` gets each step's metrics; `check` is called between steps and may raise.
-    """
-    batch_size = min(config.sft.batch_size, len(examples))
-    learner = dataclasses.replace(
-        config.learner,
-        learning_rate=config.sft.learning_rate,
-        updates=config.sft.steps,
-        schedule="constant",
-        warmup_updates=0,
-        row_targets=0,
-    )
-    config = dataclasses.replace(config, learner=learner, objective=_likelihood(config))
-    step = dataclasses.replace(assemble.step_config(config, model.arch, batch_size), temperature=1.0)
-    # Responses may be as long as a row, so at worst each has one of its own.
-    capacity = -(-batch_size // learner.micro_batch_rows)
-    packing = dataclasses.replace(assemble.packing_config(config, batch_size, 0), capacity=capacity)
-    optimizer = make_optimizer(learner)
-    order = _batches(len(examples), batch_size, config.run.seed)
-    state = dataclasses.replace(state, optimizer=optimizer.init(state.trainable))
-    for i in range(config.sft.steps):
-        check()
-        packed = pack([examples[j] for j in next(order)], packing)
-        state, scalars, _ = update(step, optimizer, state, model.params, assemble.device_batch(packed))
-        scalars = jax.device_get(scalars)
-        if not scalars["finite"]:
-            raise ValueError(f"supervised step {i + 1}: loss or gradient is not finite; lower sft.learning_rate")
-        report(
-            i + 1,
-            {
-                "sft/loss": float(scalars["loss"]),
-                "sft/grad_norm": float(scalars["grad_norm"]),
-                "sft/learning_rate": learner.learning_rate,
-            },
-        )
-    return state
-
-
-def cold_start(run: Run, examples: list[Trajectory]) -> None:
-    """Move the run's policy by supervised steps before its first update; it is version 0 still."""
+    hooks = Hooks(run.recorder.sft, keep, lambda state, progress: run.preemption.check())
     with run.timers("sft"):
-        state = supervise(run.config, run.model, examples, run.state, run.recorder.sft, run.preemption.check)
+        start = fresh(run.config, run.model, examples, run.state)
+        state = supervise(run.config, run.model, examples, start, Progress(), hooks)
+    trainable = kept[0] if kept else state.trainable
     zero = jnp.zeros((), jnp.int32)
-    run.state = dataclasses.replace(state, version=zero, optimizer=run.optimizer.init(state.trainable))
+    run.state = dataclasses.replace(state, version=zero, trainable=trainable, optimizer=run.optimizer.init(trainable))
 
 
-def _likelihood(config: Config) -> ObjectiveConfig:
-    """The run's objective with everything off but the log-likelihood."""
-    distill = dataclasses.replace(config.objective.distill, form="off")
-    return dataclasses.replace(
-        config.objective,
-        loss="reinforce",
-        centering="off",
-        aggregation="token_mean",
-        sequence_mask="off",
-        entropy_coefficient=0.0,
-        kl_coefficient=0.0,
-        distill=distill,
-    )
+def tune(config: Config) -> dict[str, Any]:
+    """`config.sft`'s steps as a run of their own, begun or continued; returns its summary.
+
+    Raises:
+      ConfigError: a checkpoint of other settings, another model or other examples.
+      Preempted: SIGTERM or Ctrl-C; the last step is saved.
+      ValueError, OSError: examples or a model that cannot be used.
+    """
+    runtime.use_compilation_cache(config.run.compilation_cache)
+    _, held_out = build_tasks(config.tasks)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(open_run(config.run.path / "supervised", config.run.resume))
+        preemption = stack.enter_context(Preemption())
+        model = assemble.load_model(config)
+        examples = read(config, model, held_out)
+        newest = stack.enter_context(_checkpoints(directory.checkpoints))
+        best = stack.enter_context(_checkpoints(directory.path / "best"))
+        identity = {"model": model.fingerprint, "examples": examples.digest}
+        start = fresh(config, model, examples, assemble.fresh_state(config, model))
+        state, progress, records = _restore(config, directory, newest, start, identity)
+        recorder = stack.enter_context(SupervisedRecorder(config, directory, progress.step, records))
+        recorder.message(_plan(config, examples, progress))
+
+        def save(state: LearnerState, progress: Progress) -> None:
+            recorder.sync()
+            at = {"progress": dataclasses.asdict(progress), "records": recorder.records, "identity": identity}
+            newest.save(progress.step, state, at)
+
+        def between(state: LearnerState, progress: Progress) -> None:
+            if preemption.requested or (progress.step and progress.step % config.sft.save_every == 0):
+                save(state, progress)
+            preemption.check()
+
+        hooks = Hooks(recorder.report, lambda step, state: best.save(step, state, {}), between)
+        state = supervise(config, model, examples, state, progress, hooks)
+        save(state, progress)
+        if progress.best_step:
+            state = best.restore(state, progress.best_step).state
+        summary = _export(config, model, state, progress)
+        recorder.summary(summary)
+        return summary
 
 
-def _batches(count: int, size: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless batches of indices, each epoch in a new order; a batch never has an index twice."""
-    rng = np.random.default_rng(seed)
-    while True:
-        order = rng.permutation(count)
-        for start in range(0, count - size + 1, size):
-            yield order[start : start + size]
+@contextlib.contextmanager
+def _checkpoints(directory: Path) -> Iterator[Checkpoints]:
+    checkpoints = Checkpoints(directory, keep=1)
+    try:
+        yield checkpoints
+    finally:
+        checkpoints.close()
+
+
+def _restore(
+    config: Config, directory: RunDirectory, newest: Checkpoints, start: LearnerState, identity: dict[str, str]
+) -> tuple[LearnerState, Progress, Records]:
+    """The newest checkpoint's state, or `start` where there is none."""
+    if newest.latest_step is None:
+        return start, Progress(), Records(0, 0)
+    check_same(read_json(directory.config), config, SAME, str(directory.path))
+    restored = newest.restore(start)
+    for what, now in identity.items():
+        if restored.host["identity"][what] != now:
+            key = {"model": "model.path", "examples": "sft.path"}[what]
+            raise ConfigError(
+                f"config.{key}: {directory.path} was begun with other files; give those, or another config.run.name"
+            )
+    progress = Progress(**restored.host["progress"])
+    if progress.step > config.sft.steps:
+        raise ConfigError(f"config.sft.steps = {config.sft.steps}: {directory.path} is at step {progress.step} already")
+    return restored.state, progress, Records(*restored.host["records"])
+
+
+def _plan(config: Config, examples: Examples, progress: Progress) -> str:
+    apart = f", {len(examples.validation)} for validation" if examples.validation else ", no validation"
+    resumed = f"; continues after step {progress.step}" if progress.step else "; the first step compiles"
+    return f"{config.sft.steps} steps on {len(examples.training)} examples{apart}{resumed}"
+
+
+def _export(config: Config, model: assemble.Model, state: LearnerState, progress: Progress) -> dict[str, Any]:
+    """Writes the model, whole or not at all, and returns the summary."""
+    to, beside = config.run.path / "sft", config.run.path / ".sft.new"
+    if beside.exists():
+        shutil.rmtree(beside)
+    write_merged(config, model, state, beside)
+    os.replace(beside, to)
+    return {
+        "steps": progress.step,
+        "examples": progress.examples,
+        "exported_step": progress.best_step or progress.step,
+        "validation_loss": progress.best_loss if progress.best_step else None,
+        "validation_loss_before": progress.base_loss if progress.best_step else None,
+        "policy": str(to),
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary for a terminal."""
+    loss, before, to = summary["validation_loss"], summary["validation_loss_before"], summary["policy"]
+    which = ""
+    if loss is not None:
+        which = (
+            f", of step {summary['exported_step']}: its validation loss is the lowest, {loss:.4f}, before {before:.4f}"
+        )
+    if loss is not None and loss >= before:
+        which += "; the examples have not made it better"
+    return f"the tuned model is in {to}{which}\ntrain it with --config.model.path={to}, talk to it: rlx chat {to}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`rlx sft`: tunes the model and writes it to <run.directory>/<run.name>/sft as a Hugging Face directory."""
+    """`rlx sft`: 0 when the model is written, 75 after SIGTERM or Ctrl-C (run it again to continue), 2 where there is
+    nothing to do or the model exists."""
     argv = sys.argv if argv is None else argv
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
     directory = config.run.path / "sft"
@@ -170,20 +193,11 @@ def main(argv: list[str] | None = None) -> int:
     if directory.exists():
         print(f"rlx sft: {directory} exists; choose another --config.run.name or remove it", file=sys.stderr)
         return 2
-    runtime.use_compilation_cache(config.run.compilation_cache)
-    model = assemble.load_model(config)
-    _, held_out = build_tasks(config.tasks)
-    examples = sft_examples(config, model, held_out)
-    state = assemble.fresh_state(config, model)
-    with tqdm(total=config.sft.steps, desc="sft") as bar:
-
-        def report(step: int, scalars: dict[str, float]) -> None:
-            bar.set_postfix_str(f"loss {scalars['sft/loss']:.3f}")
-            bar.update()
-
-        state = supervise(config, model, examples, state, report, lambda: None)
-    write_merged(config, model, state, directory)
-    print(f"the tuned model is in {directory}: train it with --config.model.path={directory}")
+    try:
+        print(describe(tune(config)))
+    except Preempted:
+        print("rlx sft: stopped by a signal. Run the same command again to continue.", file=sys.stderr)
+        return EXIT_PREEMPTED
     return 0
 
 

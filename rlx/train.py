@@ -2,14 +2,16 @@
 
     rlx train --config=configs/quickstart.py --config.learner.learning_rate=1e-4
 
-Synchronous: every update trains on samples of the version before it (lag 0), and everything drawn is a function of the
-seed, so a run that was killed and resumed ends in the same bits as one that was not. The loop owns every effect; what
-it calls is pure (`rlx.learner.step`) or writes one thing (`rlx.recorder`, `rlx.checkpoint`).
+With producer.max_policy_lag = 0 every update trains on samples of the version before it, and everything drawn is a
+function of the seed, so a run that was killed and resumed ends in the same bits as one that was not. With more,
+generation goes on while the trainer trains (`rlx.feed`). The loop owns every effect; what it calls is pure
+(`rlx.learner.step`) or writes one thing (`rlx.recorder`, `rlx.checkpoint`).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,17 +24,21 @@ from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
 from rlx.data.packing import PackedBatch, pack
-from rlx.data.trajectories import advantage_inputs, by_sample, fates, graded, trajectories
+from rlx.data.trajectories import advantage_inputs, by_sample, graded, trajectories
 from rlx.evaluate import evaluate
 from rlx.export import write_policy
+from rlx.feed import Feed, Overlapped
 from rlx.interrupt import EXIT_PREEMPTED, Preempted
 from rlx.learner.state import learning_rate
 from rlx.learner.step import update
 from rlx.metrics.ledger import failed
 from rlx.metrics.rollout import grading_outcomes, grading_scalars, rollout_scalars
+from rlx.metrics.sample_page import write_page
 from rlx.parallel import runtime
-from rlx.rollout.collect import collect
-from rlx.run import Run, finished, open_training
+from rlx.recorder import Scores
+from rlx.rollout.buffer import Batch
+from rlx.run import Moment, Run, finished, open_training
+from rlx.scoring import score_shown
 from rlx.sft import cold_start, sft_examples
 from rlx.types import Group, Sample
 
@@ -54,8 +60,8 @@ def train(config: Config) -> dict[str, Any]:
     if done is not None:
         return done
     with open_training(config) as run:
-        # Of the last moment that a resumed run may continue from; until the first update it starts anew.
-        whole = run.host_state() if run.resumed else None
+        # Gives the last moment that a resumed run may continue from; until the first update it starts anew.
+        whole = whole_moment(run) if run.resumed else None
         try:
             # ------------------------------------------------ before: the base model, a cold start
             if whole is None:
@@ -66,92 +72,94 @@ def train(config: Config) -> dict[str, Any]:
                 measure(run, "base")
                 if examples:
                     cold_start(run, examples)
-                    publish(run)
+                    serve_cold_start(run)
                 measure(run, "before")
-                whole = run.host_state()
-                run.save(whole)
+                whole = whole_moment(run)
+                run.save(whole())
 
             # ------------------------------------------------ the loop
-            while run.progress.update < config.learner.updates:
-                run.preemption.check()
-                if evaluation_is_due(run):
-                    measure(run, f"update {run.progress.update}")
-                    whole = run.host_state()
-                compiled = run.compilations.count
-                groups = rollout(run)
-                # Nothing interrupts from here to the next whole moment: the state is that of the next update already.
-                whole = None
-                samples, packed = select(run, groups)
-                learned = learn(run, samples, packed) if samples else {}
-                run.progress.update += 1
-                report(run, groups, samples, packed, learned, compiled=run.compilations.count > compiled)
-                whole = run.host_state()
-                stop_where_hopeless(run, groups)
-                # The last one is saved with the evaluation that follows it.
-                if run.progress.update % config.checkpoint.every == 0 and run.progress.update < config.learner.updates:
-                    with run.timers("save"):
-                        run.save(whole)
+            with run.open_feed() as feed:
+                whole = whole_moment(run, feed)
+                while run.progress.update < config.learner.updates:
+                    run.preemption.check()
+                    if evaluation_is_due(run):
+                        measure(run, f"update {run.progress.update}")
+                        whole = whole_moment(run, feed)
+                    compiled = run.compilations.count
+                    batch = rollout(run, feed)
+                    # Nothing interrupts from here to the next whole moment: the state is that of the next update
+                    # already.
+                    whole = None
+                    packed = select(run, batch)
+                    scores = score_shown(run, batch.groups)
+                    learned = learn(run, feed, batch, packed)
+                    run.progress.update += 1
+                    report(run, feed, batch, packed, learned, scores, compiled=run.compilations.count > compiled)
+                    whole = whole_moment(run, feed)
+                    stop_where_hopeless(run, batch.groups)
+                    # The last one is saved with the evaluation that follows it.
+                    last = run.progress.update == config.learner.updates
+                    if run.progress.update % config.checkpoint.every == 0 and not last:
+                        with run.timers("save"):
+                            run.save(whole(), feed)
 
             # ------------------------------------------------ after
             measure(run, "after")
-            run.save(run.host_state())
+            run.save(run.moment(feed), feed)
             return finish(run)
         except BaseException:
             # Whatever ended the run, what was learned up to the last whole moment is not lost with it.
             if whole is not None:
-                run.save(whole)
+                run.save(whole())
             raise
 
 
 # -------------------------------------------------------------------------------------------------------------- phases
 
 
-def rollout(run: Run) -> list[Group]:
-    """The next tasks, attempted and graded; booked in the ledger as in flight."""
+def whole_moment(run: Run, feed: Feed | None = None) -> Callable[[], Moment]:
+    """Gives the state after this update when it is asked for, at any time before the next one begins.
+
+    What a synchronous feed generates meanwhile is generated again by a resumed run, in the same bits. An overlapped one
+    still holds it, so there the newest state is the right one.
+    """
+    if isinstance(feed, Overlapped):
+        return lambda: run.moment(feed)
+    moment = run.moment(feed)
+    return lambda: moment
+
+
+def rollout(run: Run, feed: Feed) -> Batch:
+    """The samples of this update, attempted and graded."""
     with run.timers("rollout"):
-        instances = run.stream.next_tasks(run.config.rollout.tasks_per_update)
-        asked = [(instance.group, instance.task) for instance in instances]
-        job = collect(run.engine, run.graders, run.model.tokenizer, asked, assemble.sampling(run.config))
-        groups = run.preemption.run(job)
-    samples = [s for g in groups for s in g.samples]
-    run.ledger.generated(sum(s.num_written for s in samples), len(samples), len(groups))
-    return groups
+        return feed.take(run.version)
 
 
-def select(run: Run, groups: list[Group]) -> tuple[list[Sample], PackedBatch]:
-    """What is trained on, packed with its advantages; everything else goes to its bin of the ledger."""
-    config = run.config
+def select(run: Run, batch: Batch) -> PackedBatch:
+    """What is trained on, packed with its advantages, which are relative to all graded samples of a group."""
     with run.timers("pack"):
-        chosen: list[Sample] = []
-        for group in groups:
-            bins = fates(
-                group,
-                filter_no_signal=config.rollout.filter_no_signal,
-                mask_truncated=config.rollout.truncated == "mask",
-            )
-            for i, (name, samples) in enumerate(bins.items()):
-                run.ledger.move("in_flight", name, tokens_of(samples), len(samples), groups=int(i == 0))
-            chosen += bins.get("buffered", [])
-        inputs = advantage_inputs(groups, run.step.num_sequences)
-        credit = by_sample(groups, np.asarray(_advantages(config.objective, **inputs)))
+        inputs = advantage_inputs(batch.groups, run.step.num_sequences)
+        credit = by_sample(batch.groups, np.asarray(_advantages(run.config.objective, **inputs)))
         with_head = run.packing.head_size > 0
-        return chosen, pack(trajectories(chosen, credit, run.version, with_head=with_head), run.packing)
+        return pack(trajectories(batch.samples, credit, run.version, with_head=with_head), run.packing)
 
 
-def learn(run: Run, samples: list[Sample], packed: PackedBatch) -> dict[str, float]:
+def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, float]:
     """One optimizer update, published to the engine. Weights of an update that was not finite never existed."""
+    if not batch.samples:
+        feed.done(batch, applied=False)
+        return {}
     rate = float(learning_rate(run.config.learner)(run.version))
     with run.timers("update"):
-        batch = assemble.device_batch(packed)
-        run.state, scalars, sums = update(run.step, run.optimizer, run.state, run.model.params, batch)
+        run.state, scalars, sums = update(
+            run.step, run.optimizer, run.state, run.model.params, assemble.device_batch(packed)
+        )
         scalars, sums = jax.device_get((scalars, sums))
-    groups = run.ledger["buffered"].groups
     applied = bool(scalars["finite"])
-    run.ledger.move(
-        "buffered", "trained" if applied else failed("nonfinite_update"), tokens_of(samples), len(samples), groups
-    )
+    feed.done(batch, applied)
     if applied:
-        publish(run)
+        with run.timers("publish"):
+            feed.publish(run.policy(), run.version)
     limit = run.config.learner.max_grad_norm or np.inf
     return sums.values() | {
         "policy/loss": float(scalars["loss"]),
@@ -162,8 +170,8 @@ def learn(run: Run, samples: list[Sample], packed: PackedBatch) -> dict[str, flo
     }
 
 
-def publish(run: Run) -> None:
-    """The engine serves the learner's current version from here on."""
+def serve_cold_start(run: Run) -> None:
+    """The engine serves what the cold start has made of version 0."""
     with run.timers("publish"):
         run.preemption.finish(run.engine.load(run.policy(), run.version))
 
@@ -191,7 +199,7 @@ def measure(run: Run, label: str) -> None:
         )
         result, groups = run.preemption.run(job)
     attempts = [s for g in groups for s in g.samples]
-    run.ledger.generated(tokens_of(attempts), len(attempts), len(groups), into="evaluated")
+    run.preemption.call(lambda: run.ledger.generated(tokens_of(attempts), len(attempts), len(groups), into="evaluated"))
     run.recorder.evaluation(label, run.progress.update, result.scalars(), groups)
     run.recorder.progress.message(f"{label}: {result}")
     run.progress.evals[label] = {**result.to_dict(), "version": run.version}
@@ -199,26 +207,28 @@ def measure(run: Run, label: str) -> None:
 
 def report(
     run: Run,
-    groups: list[Group],
-    samples: list[Sample],
+    feed: Feed,
+    batch: Batch,
     packed: PackedBatch,
     learned: dict[str, float],
+    scores: Scores,
     *,
     compiled: bool,
 ) -> None:
     """Every metric of this update, its samples and the ledger, to where people look."""
-    run.ledger.check()
+    groups, samples = batch.groups, batch.samples
     with run.timers("log"):
         collected = [s for g in groups for s in g.samples]
         signal = any(graded(g).has_signal for g in groups)
         run.progress.no_signal_streak = 0 if signal else run.progress.no_signal_streak + 1
         scalars = rollout_scalars(groups) | grading_scalars(groups) | learned
-        scalars |= batch_scalars(run, samples, packed) | run.ledger.scalars()
+        scalars |= batch_scalars(run, samples, packed)
         scalars["optimizer/skipped_updates"] = float(run.state.skipped)
         scalars["reward/no_signal_streak"] = float(run.progress.no_signal_streak)
         scalars["grader/timeouts"] = float(run.ledger[failed("grader_timeout")].samples)
         scalars["grader/failures"] = float(run.ledger[failed("grader_error")].samples)
         scalars["engine/occupancy"] = run.engine.stats.occupancy
+        scalars |= feed.scalars()
         scalars["system/compilations"] = float(run.compilations.count)
         scalars["system/host_memory_gib"] = runtime.host_memory_gib()
         scalars |= runtime.device_memory_gib()
@@ -237,11 +247,11 @@ def report(
         "offpolicy/age": packed.ages[packed.mask].tolist(),
     }
     with run.timers("log"):
-        run.recorder.update(run.progress.update, scalars, groups, arrays)
-        run.recorder.ledger(run.ledger)
+        run.recorder.update(run.progress.update, scalars, groups, arrays, scores)
+        run.recorder.ledger(run.preemption.call(run.ledger.get_state))
 
 
-def stop_where_hopeless(run: Run, groups: list[Group]) -> None:
+def stop_where_hopeless(run: Run, groups: Sequence[Group]) -> None:
     """Raise TrainingStopped where going on would only cost."""
     config, streak = run.config, run.progress.no_signal_streak
     if config.rollout.filter_no_signal and streak >= config.rollout.no_signal_limit:
@@ -265,6 +275,7 @@ def finish(run: Run) -> dict[str, Any]:
     run.timers.end_update({})
     summary = summarise(run) | {"policy": str(written)}
     run.recorder.summary(summary)
+    write_page(run.directory, run.model.tokenizer, run.directory / "samples.html")
     run.recorder.progress.message(run.ledger.table())
     return summary
 
@@ -274,11 +285,11 @@ def finish(run: Run) -> dict[str, Any]:
 _advantages = jax.jit(advantages, static_argnums=0)
 
 
-def tokens_of(samples: list[Sample]) -> int:
+def tokens_of(samples: Sequence[Sample]) -> int:
     return sum(s.num_written for s in samples)
 
 
-def pass_rates(groups: list[Group]) -> dict[str, float]:
+def pass_rates(groups: Sequence[Group]) -> dict[str, float]:
     scalars = rollout_scalars(groups)
     return {name.removeprefix("reward/pass_rate_"): v for name, v in scalars.items() if "pass_rate_" in name}
 
@@ -288,7 +299,7 @@ def throughput(rates: dict[str, float]) -> dict[str, float]:
     return named | ({"throughput/updates_per_hour": rates["updates"] * 3600} if "updates" in rates else {})
 
 
-def batch_scalars(run: Run, samples: list[Sample], packed: PackedBatch) -> dict[str, float]:
+def batch_scalars(run: Run, samples: Sequence[Sample], packed: PackedBatch) -> dict[str, float]:
     used = packed.num_micro_batches
     return {
         "batch/tokens": float(tokens_of(samples)),
@@ -297,6 +308,7 @@ def batch_scalars(run: Run, samples: list[Sample], packed: PackedBatch) -> dict[
         "batch/rows": float(used * run.packing.rows),
         "batch/micro_batches": float(used),
         "batch/packing_fraction": packed.fill_rate,
+        "batch/shared_fraction": packed.shared_fraction,
     }
 
 

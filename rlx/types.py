@@ -9,10 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+AGE_BINS = (0, 1, 2, 3, 4, 8, 16)  # lower edges, updates
+LENGTH_BINS = (0, 64, 256, 1024, 4096, 16384)  # lower edges, written tokens of a sample
+
+
+def bin_labels(edges: tuple[int, ...]) -> tuple[str, ...]:
+    """("0", "1", "2-3", "4+") for (0, 1, 2, 4)."""
+    spans = itertools.pairwise(edges)
+    return (*(str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in spans), f"{edges[-1]}+")
 
 
 class StopReason(enum.StrEnum):
@@ -21,6 +31,21 @@ class StopReason(enum.StrEnum):
     STOP = "stop"  # a stop token was sampled
     LENGTH = "length"  # max_new_tokens or the engine's context was reached
     ABORT = "abort"  # cancelled by the caller
+    SESSION_LIMIT = "session_limit"  # the session had session_token_limit tokens; graded on its work so far
+
+
+class Count(NamedTuple):
+    """What the ledger counts in."""
+
+    tokens: int = 0
+    samples: int = 0
+    groups: int = 0
+
+    def plus(self, other: Count) -> Count:
+        return Count(*(a + b for a, b in zip(self, other)))
+
+    def minus(self, other: Count) -> Count:
+        return Count(*(a - b for a, b in zip(self, other)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +105,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The G samples of one task instance: what a group-relative advantage is computed over."""
+    """The samples of one task instance: what a group-relative advantage is computed over. G, less those that failed."""
 
     task: Task
     samples: tuple[Sample, ...]

@@ -38,8 +38,8 @@ def test_an_unknown_command_is_named_with_what_there_is(monkeypatch, capsys):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "verify-model"])
-def test_every_command_says_what_it_takes(monkeypatch, capsys, name):
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name not in cli.WITHOUT_RECIPE])
+def test_every_command_with_a_recipe_says_what_it_takes(monkeypatch, capsys, name):
     with pytest.raises(SystemExit) as left:
         rlx(monkeypatch, name, "--help")
     assert left.value.code == 0
@@ -48,8 +48,25 @@ def test_every_command_says_what_it_takes(monkeypatch, capsys, name):
     assert "--config.KEY=VALUE" in printed
 
 
+@pytest.mark.parametrize("name", cli.WITHOUT_RECIPE)
+def test_every_other_command_says_what_it_takes(monkeypatch, capsys, name):
+    with pytest.raises(SystemExit) as left:
+        rlx(monkeypatch, name, "--help")
+    assert left.value.code == 0
+    assert f"usage: rlx {name} " in capsys.readouterr().out
+
+
 def test_help_needs_no_jax():
     code = "import sys; sys.argv = ['rlx', '--help']; from rlx import cli; cli.main(); sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["show", "tensorboard"])
+def test_looking_at_a_run_needs_no_jax(name):
+    """They start at once, also where a device is taken by the run."""
+    module = cli.COMMANDS[name][0]
+    code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -50,7 +50,11 @@ def undisturbed(recipe):
 
 def metrics(run: Path) -> list[dict]:
     return [
-        {name: value for name, value in record.items() if name.partition("/")[0] not in UNREPEATABLE}
+        {
+            name: value
+            for name, value in record.items()
+            if name.partition("/")[0] not in UNREPEATABLE and not name.endswith("_per_second")
+        }
         for record in tiny_run.records(run / "metrics.jsonl")
     ]
 

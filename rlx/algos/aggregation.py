@@ -31,13 +31,31 @@ def aggregation_weights(
       num_sequences: static bound of the ids.
     """
     mask = mask & (sequences > 0)
-    lengths = jax.ops.segment_sum(mask.astype(jnp.int32), jnp.where(mask, sequences, 0), num_segments=num_sequences + 1)
-    count = jnp.maximum(jnp.sum(lengths > 0), 1)
+    ids = jnp.where(mask, sequences, 0)
+    lengths = jax.ops.segment_sum(mask.astype(jnp.int32), ids, num_segments=num_sequences + 1)
+    return weights_of_slice(config, mask, lengths[ids], jnp.sum(lengths), jnp.sum(lengths > 0))
+
+
+def weights_of_slice(
+    config: ObjectiveConfig,
+    mask: Bool[Array, "*tokens"],
+    lengths: Int[Array, "*tokens"],
+    num_tokens: Int[Array, ""],
+    num_sequences: Int[Array, ""],
+) -> Float[Array, "*tokens"]:
+    """`aggregation_weights` of any slice of the batch, from counts over the whole batch.
+
+    Args:
+      lengths: n_s of each token's own sequence.
+      num_tokens: N.
+      num_sequences: S.
+    """
+    count = jnp.maximum(num_sequences, 1)
     match config.aggregation:
         case "token_mean":
-            denominator = jnp.maximum(jnp.sum(lengths), 1)
+            denominator = jnp.maximum(num_tokens, 1)
         case "sequence_mean_token_mean":
-            denominator = count * jnp.maximum(lengths[jnp.where(mask, sequences, 0)], 1)
+            denominator = count * jnp.maximum(lengths, 1)
         case "sequence_mean_token_sum":
             denominator = count
         case "sequence_mean_token_sum_norm":

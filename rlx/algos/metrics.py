@@ -6,7 +6,6 @@ are neutral for everything here. Names are those of `rlx.metrics.names`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -15,9 +14,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from rlx.algos.masked import masked_sum
+from rlx.types import AGE_BINS, LENGTH_BINS, bin_labels
 
-AGE_BINS = (0, 1, 2, 3, 4, 8, 16)  # lower edges, updates
-LENGTH_BINS = (0, 64, 256, 1024, 4096, 16384)  # lower edges, trained tokens of a sequence
 RATIO_BAND = (0.8, 1.25)
 
 
@@ -65,12 +63,6 @@ class Metrics:
 def _joined(a: Metrics, b: Metrics, add: Callable[..., Array], largest: Callable[..., Array]) -> Metrics:
     sums = [jax.tree.map(add, *x) for x in zip((a.means, a.moments, a.counts), (b.means, b.moments, b.counts))]
     return Metrics(means=sums[0], maxima=jax.tree.map(largest, a.maxima, b.maxima), moments=sums[1], counts=sums[2])
-
-
-def bin_labels(edges: tuple[int, ...]) -> tuple[str, ...]:
-    """("0", "1", "2-3", "4+") for (0, 1, 2, 4)."""
-    spans = itertools.pairwise(edges)
-    return (*(str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in spans), f"{edges[-1]}+")
 
 
 _LABELS: Mapping[str, tuple[str, ...]] = {

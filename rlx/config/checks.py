@@ -16,7 +16,9 @@ from typing import Any
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.objective_checks import refusals
+from rlx.config.producer_checks import producer_problems
 from rlx.config.schema import LINEAR_LAYERS, Config, TaskSourceConfig
+from rlx.config.simulation_checks import simulation_problems
 
 FULL_SUPPORT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
@@ -37,6 +39,8 @@ AT_LEAST_ONE = (
     "learner.micro_batch_rows",
     "learner.nonfinite_limit",
     "sft.batch_size",
+    "sft.eval_every",
+    "sft.save_every",
     "eval.attempts_per_task",
     "checkpoint.every",
     "checkpoint.keep",
@@ -54,6 +58,7 @@ NOT_NEGATIVE = (
     "learner.weight_decay",
     "learner.max_grad_norm",
     "sft.steps",
+    "sft.batch_rows",
     "eval.every",
     "eval.temperature",
     "metrics.samples_shown",
@@ -68,11 +73,30 @@ POSITIVE = (
 )
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError with every problem of `config`: a line each, that names the key, its value and the way out."""
+def check(config: Config, *, simulated: bool = False) -> None:
+    """Raises ConfigError with every problem of `config`: a line each, that names the key, its value and the way out.
+
+    simulated: nothing runs for real, so the files of model, tasks and SFT need not be there.
+    """
     ranges = (_finite, _ranges, _fractions)
-    sections = (_limits, _run, _model, _lora, _tasks, _rollout, _engine, _lengths, _learner, _objective, _sft, _eval)
-    problems = [problem for section in (*ranges, *sections) for problem in section(config)]
+    sections = (
+        _limits,
+        _run,
+        _model,
+        _lora,
+        _tasks,
+        _rollout,
+        _producer,
+        _engine,
+        _lengths,
+        _learner,
+        _objective,
+        _sft,
+        _eval,
+        _simulate,
+    )
+    used = [s for s in (*ranges, *sections) if not (simulated and s in (_model, _tasks, _sft))]
+    problems = [problem for section in used for problem in section(config)]
     if problems:
         raise ConfigError(*problems)
 
@@ -127,6 +151,12 @@ def _fractions(config: Config) -> list[str]:
             learner.final_learning_rate_fraction,
             0 <= learner.final_learning_rate_fraction <= 1,
             "must be in [0, 1]",
+        ),
+        (
+            "sft.validation_fraction",
+            config.sft.validation_fraction,
+            0 <= config.sft.validation_fraction < 1,
+            "must be in [0, 1)",
         ),
         ("eval.confidence", config.eval.confidence, 0 < config.eval.confidence < 1, "must be in (0, 1), e.g. 0.95"),
     )
@@ -210,6 +240,10 @@ def _rollout(config: Config) -> list[str]:
     return []
 
 
+def _producer(config: Config) -> list[str]:
+    return producer_problems(config)
+
+
 def _objective(config: Config) -> list[str]:
     return refusals(config.objective, config.rollout)
 
@@ -267,12 +301,22 @@ def _learner(config: Config) -> list[str]:
 
 def _sft(config: Config) -> list[str]:
     sft = config.sft
+    problems = []
     if sft.steps > 0 and not Path(sft.path).is_file():
         why = f"config.sft.steps = {sft.steps} needs a JSONL file of question and response; or set the steps to 0"
-        return [_said("sft.path", sft.path, why)]
+        problems.append(_said("sft.path", sft.path, why))
     if sft.path and not sft.steps:
-        return [_said("sft.steps", 0, f"config.sft.path = {sft.path!r} is not read; set the steps, or the path to ''")]
-    return []
+        why = f"config.sft.path = {sft.path!r} is not read; set the steps, or the path to ''"
+        problems.append(_said("sft.steps", 0, why))
+    if sft.validation_path and not Path(sft.validation_path).is_file():
+        problems.append(_said("sft.validation_path", sft.validation_path, "no such file"))
+    if sft.validation_path and sft.validation_fraction:
+        why = f"config.sft.validation_path = {sft.validation_path!r} is the validation already; set this to 0"
+        problems.append(_said("sft.validation_fraction", sft.validation_fraction, why))
+    if sft.batch_rows % config.learner.micro_batch_rows:
+        why = f"must be a multiple of config.learner.micro_batch_rows = {config.learner.micro_batch_rows}, or 0"
+        problems.append(_said("sft.batch_rows", sft.batch_rows, why))
+    return problems
 
 
 def _eval(config: Config) -> list[str]:
@@ -290,6 +334,10 @@ def _eval(config: Config) -> list[str]:
         why = "there is nothing to evaluate on; set config.tasks.held_out above 0, or this to 0"
         problems.append(_said("eval.every", evaluation.every, why))
     return problems
+
+
+def _simulate(config: Config) -> list[str]:
+    return simulation_problems(config.simulate)
 
 
 def _repeated(values: Iterable[Any]) -> list[str]:

@@ -10,9 +10,12 @@ import dataclasses
 import io
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlx.config.parse import describe, schema_keys
+from rlx.config.simulation import DistributionConfig
 
 HEAD = """# Configuration
 
@@ -22,21 +25,30 @@ be changed on the command line, for instance `--config.learner.learning_rate=3e-
 """
 
 
-ROOTS = {"c": "config", "entry": "config.tasks.sources.NAME"}  # the names of ConfigDicts in configs/base.py
+# The names of ConfigDicts in configs/base.py.
+ROOTS = {"c": "config", "entry": "config.tasks.sources.NAME", "spread": "config.simulate.sessions.DISTRIBUTION"}
 
 
 def page(base: str) -> str:
     """The Markdown page for the source text of `configs/base.py`. Raises KeyError for a key that it does not set."""
     written = _assignments(base)
     sections: dict[str, list[str]] = {}
-    for key, hint in schema_keys():
-        if not dataclasses.is_dataclass(hint):
+    for key, hint in _keys():
+        if not dataclasses.is_dataclass(hint) or hint is DistributionConfig:
             section, _, name = key.rpartition(".")
             default, comment = written[key]
             cells = (f"`{name}`", f"`{default}`", describe(hint).replace("'", "`"), _cell(comment))
             sections.setdefault(section, []).append(f"| {' | '.join(cells)} |\n")
     head = "| key | default | type | meaning |\n| --- | --- | --- | --- |\n"
     return HEAD + "".join(f"\n## `{section}`\n\n{head}{''.join(rows)}" for section, rows in sections.items())
+
+
+def _keys() -> Iterator[tuple[str, Any]]:
+    """The schema's, but those of a distribution once, not below every key that is one."""
+    keys = list(schema_keys())
+    inside = tuple(f"{key}." for key, hint in keys if hint is DistributionConfig)
+    yield from ((key, hint) for key, hint in keys if not key.startswith(inside))
+    yield from schema_keys(DistributionConfig, ROOTS["spread"])
 
 
 def _assignments(source: str) -> dict[str, tuple[str, str]]:

@@ -25,22 +25,23 @@ OVERRIDE = re.compile(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", re.DOTALL)
 REJECTED = re.compile(r"flag --(config\.[^=]+)=(.*?): (.*)", re.DOTALL)
 
 
-def config_from_argv(argv: Sequence[str], own: flags.FlagValues) -> Config:
+def config_from_argv(argv: Sequence[str], own: flags.FlagValues, *, simulated: bool = False) -> Config:
     """The checked configuration that a command line asks for.
 
     Args:
       argv: the program's name, then its arguments.
       own: the program's further flags, defined by the caller, who reads their values from it afterwards.
+      simulated: nothing runs for real; see `rlx.config.checks.check`.
 
     Raises:
       ConfigError: whatever is wrong with the command line, the recipe, a key or a value.
     """
     config = parse(tree_from_argv(argv, own))
-    check(config)
+    check(config, simulated=simulated)
     return config
 
 
-def config_or_exit(argv: Sequence[str], own: flags.FlagValues, usage: str) -> Config:
+def config_or_exit(argv: Sequence[str], own: flags.FlagValues, usage: str, *, simulated: bool = False) -> Config:
     """`config_from_argv` for main programs: a wrong configuration is printed without a traceback, exit status 2.
 
     `--help` prints `usage` and the program's own flags, exit status 0.
@@ -50,7 +51,7 @@ def config_or_exit(argv: Sequence[str], own: flags.FlagValues, usage: str) -> Co
         print("".join(f"  --{name}  {own[name].help}\n" for name in own), end="")
         raise SystemExit(0)
     try:
-        return config_from_argv(argv, own)
+        return config_from_argv(argv, own, simulated=simulated)
     except ConfigError as error:
         print(f"{argv[0]}: the configuration is wrong:", file=sys.stderr)
         print("\n".join(f"  {problem}" for problem in error.problems), file=sys.stderr)

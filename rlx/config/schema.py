@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlx.config.objective import ObjectiveConfig
+from rlx.config.simulation import SimulateConfig
 
 # The linear layers of a block, in the order of the forward pass, by their names in a checkpoint.
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,7 +36,7 @@ class RunConfig:
 class ModelConfig:
     path: str  # a Hugging Face directory
     dtype: Literal["float32", "bfloat16"]  # of the weights in memory and of the matrix products
-    remat: Literal["none", "layer"]  # activation recomputation in the update
+    remat: Literal["auto", "none", "products", "layer"]  # activation recomputation in the update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,30 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProducerConfig:
+    """Generation beside training: how much is under way, how old it may be, and how engines get new weights."""
+
+    max_policy_lag: int  # 0 = the synchronous loop
+    publication: Literal["barrier", "refresh", "drain"]
+    sessions_in_flight: int
+    engine_admission: int  # 0 = the engine's slots
+    http_admission: int  # 0 = 2 x admission
+    max_concurrent_samples: int  # 0 = automatic
+    session_token_limit: int  # 0 = none
+    train_token_limit: int  # 0 = learner.row_tokens
+    over_limit: Literal["drop", "cut"]
+    sessions_beyond_training: bool  # session_token_limit may be above train_token_limit
+    stale_tasks: Literal["return", "drop"]
+    request_timeout_s: float
+    environment_timeout_s: float
+    load_timeout_s: float
+    retries: int
+    backoff_s: float
+    outage_s: float
+    failure_limit: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineConfig:
     kind: Literal["local"]
     slots: int
@@ -115,18 +140,28 @@ class LearnerConfig:
     row_tokens: int
     row_targets: int
     micro_batch_rows: int
+    prefix_sharing: bool
     nonfinite_limit: int
     logprob_implementation: Literal["auto", "reference", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SftConfig:
-    """Supervised cold start. steps 0 = none."""
+    """Supervised fine-tuning, by `rlx sft` or as a cold start of `rlx train`. steps 0 = none."""
 
     steps: int
     path: str  # JSONL of {"question", "response"}
     learning_rate: float
     batch_size: int
+    batch_rows: int
+    validation_path: str
+    validation_fraction: float
+    eval_every: int
+    save_every: int
+
+    @property
+    def validates(self) -> bool:
+        return bool(self.validation_path or self.validation_fraction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +196,7 @@ class Config:
     tasks: TasksConfig
     grader: GraderConfig
     rollout: RolloutConfig
+    producer: ProducerConfig
     engine: EngineConfig
     learner: LearnerConfig
     objective: ObjectiveConfig
@@ -168,3 +204,4 @@ class Config:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+    simulate: SimulateConfig

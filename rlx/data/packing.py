@@ -1,9 +1,9 @@
 """Packing sequences into rows and micro-batches of fixed shape. numpy only.
 
-A row holds whole sequences, side by side and told apart by segment ids, up to `row_tokens` tokens and `row_targets`
-target tokens (those the loss is on). The two are counted apart because the output head, a fifth of a small model's
-work, runs on targets only. All batches of a run have one shape: `capacity` micro-batches, of which the first
-`num_micro_batches` are used, so nothing recompiles however many samples a batch has.
+A row holds segments side by side, up to `row_tokens` tokens and `row_targets` target tokens (those the loss is on). A
+sequence is one segment, or two where others of its group begin alike: the beginning that they share, laid out once, and
+its own. What comes behind the last token that predicts a target is left out. Micro-batches have one shape whatever a
+batch holds, so nothing recompiles; a batch has as many of them as it needs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlx.data.rows import Family, Member, plan_rows
 from rlx.types import TopK
 
 
@@ -26,6 +27,7 @@ class Trajectory:
     logprobs: np.ndarray  # float32 [N], the sampler's
     ages: np.ndarray  # int32 [N], versions between writing and training
     head: TopK | None  # the sampler's, one row for each masked token
+    group: int | None = None  # sequences of one group may share the tokens that they all begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,88 +35,119 @@ class PackingConfig:
     row_tokens: int  # T
     row_targets: int  # N
     rows: int  # R of a micro-batch
-    capacity: int  # M micro-batches
+    capacity: int  # the most micro-batches
     head_size: int  # K
+    share_prefixes: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """M micro-batches of R rows. Inputs are [M, R, T]; targets, which say what is to be predicted, are [M, R, N]."""
+    """M micro-batches of R rows. Inputs are [M, R, T]; targets, which say what is to be predicted, are [M, R, N].
+
+    M is at least 1: a batch without a target is one micro-batch of padding.
+    """
 
     tokens: np.ndarray  # int32 [M, R, T]
-    positions: np.ndarray  # int32 [M, R, T], in the segment
+    positions: np.ndarray  # int32 [M, R, T], in the sequence
     segment_ids: np.ndarray  # int32 [M, R, T], 0 = padding
+    prefix_ids: np.ndarray  # int32 [M, R, T]: the segment of the row that this one continues, 0 = none
     source: np.ndarray  # int32 [M, R, N]: index in the row of the hidden state that predicts this target
     target_tokens: np.ndarray  # int32 [M, R, N]
     mask: np.ndarray  # bool [M, R, N]
     sequences: np.ndarray  # int32 [M, R, N], 1 + index of the trajectory in the batch, 0 = padding
+    lengths: np.ndarray  # int32 [M, R, N]: targets of that trajectory
     advantages: np.ndarray  # float32 [M, R, N]
     sampler_logprobs: np.ndarray  # float32 [M, R, N]
     ages: np.ndarray  # int32 [M, R, N]
     head_ids: np.ndarray | None  # int32 [M, R, N, K]
     head_logprobs: np.ndarray | None  # float32 [M, R, N, K]
-    num_micro_batches: int
+    num_sequences: int  # with a target
+    unshared_tokens: int  # that would be computed if each sequence were laid out whole
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Those that hold anything."""
+        return int((self.segment_ids > 0).any((1, 2)).sum())
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed, without padding."""
+        return int((self.segment_ids > 0).sum())
 
     @property
     def fill_rate(self) -> float:
-        """Share of the used rows' tokens that are not padding."""
-        used = self.segment_ids[: self.num_micro_batches]
-        return float((used > 0).mean()) if used.size else 0.0
+        """Share of the rows' tokens that are not padding."""
+        return self.num_tokens / self.segment_ids.size
+
+    @property
+    def shared_fraction(self) -> float:
+        """Share of the sequences' tokens that prefix sharing saves."""
+        return 1 - self.num_tokens / self.unshared_tokens if self.unshared_tokens else 0.0
 
 
-def capacity_for(samples: int, longest: int, longest_targets: int, row_tokens: int, row_targets: int, rows: int) -> int:
-    """Micro-batches that always hold `samples` trajectories of at most `longest` tokens.
+def computed_tokens(trajectory: Trajectory) -> int:
+    """Tokens that the loss depends on: those up to the last one that predicts a target."""
+    return int(np.flatnonzero(trajectory.mask)[-1]) if trajectory.mask.any() else 0
 
-    In first-fit at most one row is at most half full in both measures, so twice the total is enough.
+
+def families(trajectories: Sequence[Trajectory], share_prefixes: bool) -> list[Family]:
+    """What the planner of rows takes: the groups, each with the tokens that its sequences share; other sequences alone.
+
+    Shared are the leading tokens that all sequences of a group have in common and none trains on. A sequence without
+    a target is left out: nothing would come of it.
     """
-    bound = 2 * (samples * longest / row_tokens + samples * longest_targets / row_targets) + 1
-    return -(-min(samples, int(np.ceil(bound))) // rows)
-
-
-def plan_rows(sizes: Sequence[tuple[int, int]], row_tokens: int, row_targets: int) -> list[list[int]]:
-    """First-fit decreasing: which trajectories, given as (tokens, targets), share a row. Equal sizes keep their order.
-
-    Raises ValueError for a trajectory that no row can hold.
-    """
-    rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i][0]):
-        tokens, targets = sizes[i]
-        if tokens > row_tokens or targets > row_targets:
-            raise ValueError(
-                f"trajectory {i} has {tokens} tokens, {targets} of them targets; a row holds {row_tokens} and "
-                f"{row_targets}. Raise learner.row_tokens or learner.row_targets, or shorten the samples."
-            )
-        at = next((j for j, (t, n) in enumerate(free) if t >= tokens and n >= targets), None)
-        if at is None:
-            rows.append([i])
-            free.append((row_tokens - tokens, row_targets - targets))
+    together: dict[tuple[int | None, int], list[int]] = {}
+    for i, trajectory in enumerate(trajectories):
+        if trajectory.mask.any():
+            grouped = share_prefixes and trajectory.group is not None
+            together.setdefault((trajectory.group, 0) if grouped else (None, i), []).append(i)
+    found = []
+    for indices in together.values():
+        prefix = _common_prefix([trajectories[i] for i in indices]) if len(indices) > 1 else 0
+        sizes = [(i, computed_tokens(trajectories[i]) - prefix, int(trajectories[i].mask.sum())) for i in indices]
+        if prefix:
+            found.append(Family(prefix, tuple(Member(*size) for size in sizes)))
         else:
-            rows[at].append(i)
-            free[at] = (free[at][0] - tokens, free[at][1] - targets)
-    return rows
+            found += [Family(0, (Member(*size),)) for size in sizes]
+    return found
+
+
+def rows_needed(trajectories: Sequence[Trajectory], config: PackingConfig) -> int:
+    """How many rows `pack` makes of them. Raises ValueError where one does not fit a row."""
+    return len(plan_rows(families(trajectories, config.share_prefixes), config.row_tokens, config.row_targets))
 
 
 def pack(trajectories: Sequence[Trajectory], config: PackingConfig) -> PackedBatch:
     """Lay trajectories out in rows. Raises ValueError where one does not fit, or all together exceed the capacity."""
     for i, trajectory in enumerate(trajectories):
         _check(i, trajectory, config)
-    sizes = [(len(t.tokens), int(t.mask.sum())) for t in trajectories]
-    rows = plan_rows(sizes, config.row_tokens, config.row_targets)
+    rows = plan_rows(families(trajectories, config.share_prefixes), config.row_tokens, config.row_targets)
     if len(rows) > config.capacity * config.rows:
         raise ValueError(
-            f"{len(trajectories)} trajectories need {len(rows)} rows; the batch has "
+            f"{len(trajectories)} trajectories need {len(rows)} rows; the batch has at most "
             f"{config.capacity} micro-batches of {config.rows}. Raise the capacity or pack fewer."
         )
-    batch = _empty(config, -(-len(rows) // config.rows))
-    for r, members in enumerate(rows):
-        at = divmod(r, config.rows)
-        start = written = 0
-        for segment, i in enumerate(members, start=1):
-            tokens, targets = sizes[i]
-            _place(batch, at, start, written, segment, i, trajectories[i])
-            start, written = start + tokens, written + targets
+    batch = _empty(
+        config,
+        count=max(-(-len(rows) // config.rows), 1),
+        num_sequences=sum(bool(t.mask.any()) for t in trajectories),
+        unshared_tokens=sum(computed_tokens(t) for t in trajectories),
+    )
+    for r, row in enumerate(rows):
+        _fill(batch, divmod(r, config.rows), row, trajectories)
     return batch
+
+
+def _common_prefix(trajectories: Sequence[Trajectory]) -> int:
+    """Leading tokens that all have in common and none trains on."""
+    most = min(int(np.argmax(t.mask)) for t in trajectories)
+    first = trajectories[0].tokens[:most]
+    differs = np.any([t.tokens[:most] != first for t in trajectories], axis=0)
+    return int(np.argmax(differs)) if differs.any() else most
 
 
 def _check(i: int, trajectory: Trajectory, config: PackingConfig) -> None:
@@ -126,42 +159,74 @@ def _check(i: int, trajectory: Trajectory, config: PackingConfig) -> None:
         raise ValueError(f"trajectory {i}: {have}; {list(wanted)} expected, candidates for each masked token")
 
 
-def _empty(config: PackingConfig, used: int) -> PackedBatch:
-    inputs = (config.capacity, config.rows, config.row_tokens)
-    targets = (config.capacity, config.rows, config.row_targets)
+def _empty(config: PackingConfig, count: int, num_sequences: int, unshared_tokens: int) -> PackedBatch:
+    inputs = (count, config.rows, config.row_tokens)
+    targets = (count, config.rows, config.row_targets)
     head = (*targets, config.head_size)
     return PackedBatch(
         tokens=np.zeros(inputs, np.int32),
         positions=np.zeros(inputs, np.int32),
         segment_ids=np.zeros(inputs, np.int32),
+        prefix_ids=np.zeros(inputs, np.int32),
         source=np.zeros(targets, np.int32),
         target_tokens=np.zeros(targets, np.int32),
         mask=np.zeros(targets, bool),
         sequences=np.zeros(targets, np.int32),
+        lengths=np.zeros(targets, np.int32),
         advantages=np.zeros(targets, np.float32),
         sampler_logprobs=np.zeros(targets, np.float32),
         ages=np.zeros(targets, np.int32),
         head_ids=np.zeros(head, np.int32) if config.head_size else None,
         head_logprobs=np.zeros(head, np.float32) if config.head_size else None,
-        num_micro_batches=used,
+        num_sequences=num_sequences,
+        unshared_tokens=unshared_tokens,
     )
 
 
-def _place(
-    batch: PackedBatch, at: tuple[int, int], start: int, written: int, segment: int, i: int, trajectory: Trajectory
+def _fill(
+    batch: PackedBatch, at: tuple[int, int], row: Sequence[Family], trajectories: Sequence[Trajectory]
 ) -> None:
-    """Write one trajectory into row `at`: its tokens from `start`, its targets from `written`."""
-    span = (*at, slice(start, start + len(trajectory.tokens)))
-    batch.tokens[span] = trajectory.tokens
-    batch.positions[span] = np.arange(len(trajectory.tokens))
-    batch.segment_ids[span] = segment
+    """Write the families of one row, each the beginning it shares and then what its members have of their own."""
+    segment = start = written = 0
+    for family in row:
+        shared, prefix_segment = start, 0
+        if family.prefix:
+            segment = prefix_segment = segment + 1
+            beginning = trajectories[family.members[0].index].tokens[: family.prefix]
+            start = _put_tokens(batch, at, start, beginning, 0, segment, 0)
+        for member in family.members:
+            trajectory, segment = trajectories[member.index], segment + 1
+            own = trajectory.tokens[family.prefix : family.prefix + member.tokens]
+            targets = slice(written, written + member.targets)
+            # Both parts of a sequence are predicted from where they lie.
+            before = np.flatnonzero(trajectory.mask) - 1
+            offset = np.where(before < family.prefix, shared, start - family.prefix)
+            _put_targets(batch, (*at, targets), member.index, trajectory, offset + before)
+            start = _put_tokens(batch, at, start, own, family.prefix, segment, prefix_segment)
+            written += member.targets
 
+
+def _put_tokens(
+    batch: PackedBatch, at: tuple[int, int], start: int, tokens: np.ndarray, first: int, segment: int, prefix: int
+) -> int:
+    """Write one segment, whose first token has position `first`; returns where the next may begin."""
+    span = (*at, slice(start, start + len(tokens)))
+    batch.tokens[span] = tokens
+    batch.positions[span] = first + np.arange(len(tokens))
+    batch.segment_ids[span] = segment
+    batch.prefix_ids[span] = prefix
+    return start + len(tokens)
+
+
+def _put_targets(
+    batch: PackedBatch, span: tuple[int, int, slice], i: int, trajectory: Trajectory, source: np.ndarray
+) -> None:
     chosen = np.flatnonzero(trajectory.mask)
-    span = (*at, slice(written, written + len(chosen)))
-    batch.source[span] = start + chosen - 1
+    batch.source[span] = source
     batch.target_tokens[span] = trajectory.tokens[chosen]
     batch.mask[span] = True
     batch.sequences[span] = i + 1
+    batch.lengths[span] = len(chosen)
     batch.advantages[span] = trajectory.advantage
     batch.sampler_logprobs[span] = trajectory.logprobs[chosen]
     batch.ages[span] = trajectory.ages[chosen]

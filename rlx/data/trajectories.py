@@ -71,6 +71,7 @@ def trajectories(
             logprobs=sample.logprobs,
             ages=token_ages(sample, version),
             head=sample.head if with_head else None,
+            group=sample.group,
         )
         for sample in samples
     ]

@@ -1,13 +1,15 @@
-"""One optimizer update: model, output head, objective and optimizer joined in one jitted function.
+"""One optimizer update: model, output head, objective and optimizer joined.
 
-The whole batch is on the device, [M, R, T]; a loop over its used micro-batches adds up loss, gradient and metric sums.
-Every denominator is that of the whole batch and is computed before the loop, so the result does not depend on how the
-batch is cut. An update whose loss, gradient or new weights are not finite changes nothing but the counters.
+Two jitted functions: one adds the loss, gradient and metric sums of a micro-batch to those of the micro-batches before
+it, one applies the sum. Only what a batch holds is shipped and computed, and nothing recompiles for another number of
+micro-batches. Every denominator is that of the whole batch and known beforehand, so the result does not depend on how
+the batch is cut. An update whose loss, gradient or new weights are not finite changes nothing but the counters.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -17,12 +19,15 @@ from flax import struct
 from jaxtyping import Array
 from rlx_kernels.logprob import token_stats
 
-from rlx.algos.aggregation import aggregation_weights
+from rlx.algos.aggregation import weights_of_slice
 from rlx.algos.objective import Metrics, Targets, objective
 from rlx.config.objective import ObjectiveConfig
 from rlx.learner.state import LearnerState
 from rlx.models.spec import Architecture, Params
-from rlx.models.transformer import forward, head_matrix
+from rlx.models.transformer import Remat, forward, head_matrix
+
+# Loss, gradient and metric sums.
+Total = tuple[Array, Params, Metrics]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,29 +38,36 @@ class StepConfig:
     objective: ObjectiveConfig
     adapter_scale: float | None  # None: no adapter, every parameter is trained
     temperature: float  # the sampler's, so that both sides mean the same distribution
-    remat: bool
+    remat: Remat
     dtype: str  # of the model's matrix products
     logprob_implementation: str | None
     num_sequences: int  # the most trajectories a batch may hold
 
 
 @struct.dataclass
-class Batch:
-    """The device's form of `rlx.data.packing.PackedBatch`; see there for shapes."""
+class MicroBatch:
+    """R rows of T tokens and their N targets: the device's form of a slice of `rlx.data.packing.PackedBatch`."""
 
-    tokens: Array
+    tokens: Array  # int32 [R, T]
     positions: Array
     segment_ids: Array
-    source: Array
+    prefix_ids: Array
+    source: Array  # int32 [R, N]
     target_tokens: Array
     mask: Array
     sequences: Array
+    lengths: Array
     advantages: Array
     sampler_logprobs: Array
     ages: Array
-    head_ids: Array | None
+    head_ids: Array | None  # int32 [R, N, K]
     head_logprobs: Array | None
-    num_micro_batches: Array  # int32 []
+    num_targets: Array  # int32 [], of the whole batch
+    num_sequences: Array  # int32 [], of the whole batch
+
+
+# All of a batch's micro-batches, at least one.
+Batch = Sequence[MicroBatch]
 
 
 def combine(config: StepConfig, frozen: Params, trainable: Params) -> tuple[Params, Params | None]:
@@ -65,73 +77,57 @@ def combine(config: StepConfig, frozen: Params, trainable: Params) -> tuple[Para
     return frozen, trainable
 
 
-def batch_targets(config: StepConfig, batch: Batch) -> Targets:
-    """What the objective knows of the batch, flat over rows: [M, R * N]."""
-    count = batch.mask.shape[0]
-    flat = lambda x: x.reshape(count, -1)  # noqa: E731
-    heads = lambda x: None if x is None else x.reshape(count, -1, x.shape[-1])  # noqa: E731
-    weights = aggregation_weights(
-        config.objective, batch.mask.ravel(), batch.sequences.ravel(), num_sequences=config.num_sequences
-    )
+def slice_targets(config: StepConfig, batch: MicroBatch) -> Targets:
+    """What the objective knows of the micro-batch, flat over rows: [R · N]."""
+    heads = lambda x: None if x is None else x.reshape(-1, x.shape[-1])  # noqa: E731
+    weights = weights_of_slice(config.objective, batch.mask, batch.lengths, batch.num_targets, batch.num_sequences)
     return Targets(
-        mask=flat(batch.mask),
-        weights=flat(weights),
-        advantages=flat(batch.advantages),
-        tokens=flat(batch.target_tokens),
-        sequences=flat(batch.sequences),
-        sampler_logprobs=flat(batch.sampler_logprobs),
-        ages=flat(batch.ages),
+        mask=batch.mask.ravel(),
+        weights=weights.ravel(),
+        advantages=batch.advantages.ravel(),
+        tokens=batch.target_tokens.ravel(),
+        sequences=batch.sequences.ravel(),
+        sampler_logprobs=batch.sampler_logprobs.ravel(),
+        ages=batch.ages.ravel(),
         head_ids=heads(batch.head_ids),
         head_logprobs=heads(batch.head_logprobs),
     )
 
 
-def slice_loss(
-    config: StepConfig, trainable: Params, frozen: Params, batch: Batch, targets: Targets, i: Array
-) -> tuple[Array, Metrics]:
-    """Loss and metric sums of micro-batch `i`: its share of the whole batch's."""
+def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> tuple[Array, Metrics]:
+    """Loss and metric sums of a micro-batch: its share of the whole batch's."""
     params, adapter = combine(config, frozen, trainable)
     hidden = forward(
         config.arch,
         params,
-        batch.tokens[i],
-        batch.positions[i],
-        batch.segment_ids[i],
+        batch.tokens,
+        batch.positions,
+        batch.segment_ids,
+        batch.prefix_ids,
         adapter=adapter,
         adapter_scale=config.adapter_scale or 1.0,
         remat=config.remat,
     )
-    predicting = jnp.take_along_axis(hidden, batch.source[i][..., None], axis=1)
-    part = jax.tree.map(lambda x: x[i], targets)
+    predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
+    targets = slice_targets(config, batch)
     stats = token_stats(
         predicting.reshape(-1, predicting.shape[-1]),
         head_matrix(params),
-        part.tokens,
-        part.head_ids,
+        targets.tokens,
+        targets.head_ids,
         temperature=config.temperature,
         implementation=config.logprob_implementation,
     )
-    return objective(config.objective, stats, part)
+    return objective(config.objective, stats, targets)
 
 
-def accumulate(config: StepConfig, trainable: Params, frozen: Params, batch: Batch) -> tuple[Array, Params, Metrics]:
-    """Loss, gradient and metric sums of the whole batch."""
-    targets = batch_targets(config, batch)
+def slice_gradient(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:
+    """Loss, gradient and metric sums of a micro-batch."""
     gradient_of = jax.value_and_grad(partial(slice_loss, config), has_aux=True)
-
-    def micro(i: Array) -> tuple[Array, Params, Metrics]:
-        (loss, metrics), gradient = gradient_of(trainable, frozen, batch, targets, i)
-        return loss, gradient, metrics
-
-    def body(i: Array, total: tuple[Array, Params, Metrics]) -> tuple[Array, Params, Metrics]:
-        loss, gradient, metrics = micro(i)
-        return total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), total[2].merge(metrics)
-
-    # The first micro-batch gives the sums their structure; a loop over an empty batch would have none.
-    return jax.lax.fori_loop(1, batch.num_micro_batches, body, micro(jnp.int32(0)))
+    (loss, metrics), gradient = gradient_of(trainable, frozen, batch)
+    return loss, gradient, metrics
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def update(
     config: StepConfig,
     optimizer: optax.GradientTransformation,
@@ -143,7 +139,37 @@ def update(
 
     Scalars: loss, grad_norm (before clipping), update_norm, finite (1 where the update was made).
     """
-    loss, gradient, metrics = accumulate(config, state.trainable, frozen, batch)
+    return apply(optimizer, state, accumulate(config, state.trainable, frozen, batch))
+
+
+def accumulate(config: StepConfig, trainable: Params, frozen: Params, batch: Batch) -> Total:
+    """Loss, gradient and metric sums of the whole batch."""
+    total = zero_total(config, trainable, frozen, batch[0])
+    for micro_batch in batch:
+        total = add_slice(config, trainable, frozen, micro_batch, total)
+    return total
+
+
+@partial(jax.jit, static_argnums=0)
+def zero_total(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:
+    """Where adding up begins. Nothing but shapes is computed."""
+    shapes = jax.eval_shape(partial(slice_gradient, config), trainable, frozen, batch)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=4)
+def add_slice(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch, total: Total) -> Total:
+    """`total`, which is donated, with a micro-batch added."""
+    loss, gradient, metrics = slice_gradient(config, trainable, frozen, batch)
+    return total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), total[2].merge(metrics)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def apply(
+    optimizer: optax.GradientTransformation, state: LearnerState, total: Total
+) -> tuple[LearnerState, dict[str, Array], Metrics]:
+    """`update` from the whole batch's sums. `state` is donated."""
+    loss, gradient, metrics = total
     grad_norm = optax.tree.norm(gradient)
     changes, optimizer_state = optimizer.update(gradient, state.optimizer, state.trainable)
     trainable = optax.apply_updates(state.trainable, changes)

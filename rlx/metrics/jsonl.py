@@ -30,6 +30,11 @@ def write_json(path: Path, value: Any) -> None:
     _replace(path, (encode(value, indent=2) + "\n").encode())
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """`write_json`, for any content."""
+    _replace(path, content)
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 

@@ -1,14 +1,18 @@
 """The token ledger: every sampled token ends in exactly one bin, and the sum is checked at every step.
 
 Tokens enter by `generated` (into `in_flight`, or `evaluated` for an evaluation's) and travel by `move`. A bin other
-than `in_flight` and `buffered` is final: what is in it never leaves. The same is counted for samples and groups.
+than `in_flight` and `buffered` is final: what is in it never leaves. The same is counted for samples and groups, and in
+the final bins tokens by their age and samples by their length, as far as whoever moved them said.
 """
 
 from __future__ import annotations
 
+import bisect
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlx.types import AGE_BINS, LENGTH_BINS, Count, bin_labels
 
 BINS: Mapping[str, str] = {
     "trained": "in the loss of an update that was applied",
@@ -18,7 +22,7 @@ BINS: Mapping[str, str] = {
     "masked": "kept out of the loss by the rule for truncated responses",
     "aborted": "cancelled before an end was reached",
     "failed": "lost to a failure, by reason",
-    "lost": "sampled after the checkpoint that the run resumed from",
+    "lost": "in neither the checkpoint nor the journal that the run resumed from",
     "in_flight": "sampled, not yet a graded group",
     "buffered": "in a graded group that waits for an update",
     "evaluated": "sampled by an evaluation",
@@ -29,18 +33,6 @@ UNITS = ("tokens", "samples", "groups")
 
 class LedgerError(ValueError):
     """A move that the books do not allow, or books that do not balance."""
-
-
-class Count(NamedTuple):
-    tokens: int = 0
-    samples: int = 0
-    groups: int = 0
-
-    def plus(self, other: Count) -> Count:
-        return Count(*(a + b for a, b in zip(self, other)))
-
-    def minus(self, other: Count) -> Count:
-        return Count(*(a - b for a, b in zip(self, other)))
 
 
 def failed(reason: str) -> str:
@@ -71,6 +63,8 @@ class Ledger:
     def __init__(self) -> None:
         self._generated = Count()
         self._bins: dict[str, Count] = {}
+        self._ages: dict[str, list[int]] = {}  # tokens by AGE_BINS
+        self._lengths: dict[str, list[int]] = {}  # samples by LENGTH_BINS
 
     @property
     def total(self) -> Count:
@@ -94,12 +88,25 @@ class Ledger:
             raise LedgerError(f"sampled tokens enter 'in_flight' or 'evaluated', not {into!r}; move them from there")
         self._enter(into, _count(tokens, samples, groups))
 
-    def move(self, source: str, target: str, tokens: int, samples: int = 0, groups: int = 0) -> None:
+    def move(
+        self,
+        source: str,
+        target: str,
+        tokens: int,
+        samples: int = 0,
+        groups: int = 0,
+        *,
+        ages: Mapping[int, int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         """Moves counts from an open bin to another one.
 
+        Args:
+          ages: the tokens by their age in updates. lengths: written tokens of each sample. None: not said.
         Raises:
           LedgerError: where a bin is unknown or `source` is final, `source` holds less than is moved, tokens would
-            be trained without having been buffered, or buffered ones would be in flight again.
+            be trained without having been buffered, or buffered ones would be in flight again; where ages or lengths
+            do not add up to what is moved.
         """
         _check_bin(source)
         _check_bin(target)
@@ -115,22 +122,29 @@ class Ledger:
             raise LedgerError(
                 f"{source!r} holds {self[source]}, too little to move {count} to {target!r}\n{self.table()}"
             )
+        if (ages is not None and sum(ages.values()) != count.tokens) or (
+            lengths is not None and len(lengths) != count.samples
+        ):
+            raise LedgerError(f"ages {ages} and lengths {lengths} are not those of {count}")
         self._bins[source] = left
         self._bins[target] = self[target].plus(count)
+        if target not in OPEN_BINS:
+            _add(self._ages, target, AGE_BINS, (ages or {}).items())
+            _add(self._lengths, target, LENGTH_BINS, ((length, 1) for length in lengths or ()))
 
-    def book_lost(self, last_written: Mapping[str, Any]) -> Count:
-        """After a resume: books as `lost` what the dead process had generated beyond this ledger's checkpoint.
+    def book_lost(self, *known: Count) -> Count:
+        """After a resume: books as `lost` what the dead process had generated beyond what this ledger has.
 
         Args:
-          last_written: the newest state on disk (`get_state` of the process that died).
+          known: `total` of the dead process, as its files tell: the ledger on disk, the last entry of the journal.
         Raises:
-          LedgerError: where that state is older than this ledger.
+          LedgerError: where all of them are older than this ledger.
         """
-        beyond = Count(*last_written["generated"]).minus(self._generated)
+        newest = Count(*(max(numbers) for numbers in zip(*known)))
+        beyond = newest.minus(self._generated)
         if min(beyond) < 0:
-            raise LedgerError(
-                f"the ledger on disk is older than the checkpoint: it lacks {Count(*(-n for n in beyond))}"
-            )
+            lacks = Count(*(-n for n in beyond))
+            raise LedgerError(f"the ledger on disk is older than the checkpoint: it lacks {lacks}")
         self._enter("lost", beyond)
         return beyond
 
@@ -151,7 +165,12 @@ class Ledger:
 
     def get_state(self) -> dict[str, Any]:
         """JSON-serialisable."""
-        return {"generated": list(self._generated), "bins": {name: list(count) for name, count in self._bins.items()}}
+        return {
+            "generated": list(self._generated),
+            "bins": {name: list(count) for name, count in self._bins.items()},
+            "tokens_by_age": {name: list(row) for name, row in self._ages.items()},
+            "samples_by_length": {name: list(row) for name, row in self._lengths.items()},
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what `get_state` returned.
@@ -162,10 +181,14 @@ class Ledger:
         restored = Ledger()
         restored._generated = Count(*state["generated"])
         restored._bins = {name: Count(*count) for name, count in state["bins"].items()}
-        for name in restored._bins:
+        # A ledger written before ages and lengths were counted has none.
+        restored._ages = {name: list(row) for name, row in state.get("tokens_by_age", {}).items()}
+        restored._lengths = {name: list(row) for name, row in state.get("samples_by_length", {}).items()}
+        for name in (*restored._bins, *restored._ages, *restored._lengths):
             _check_bin(name)
         restored.check()
         self._generated, self._bins = restored._generated, restored._bins
+        self._ages, self._lengths = restored._ages, restored._lengths
 
     def scalars(self) -> dict[str, float]:
         """Metrics of the group `ledger/`; `trained_share` only once a token has reached an end."""
@@ -175,6 +198,11 @@ class Ledger:
             values |= {f"ledger/{unit}_{name}": float(self[name][index]) for name in BINS}
             reasons = [name for name in sorted(self._bins) if name.startswith("failed/")]
             values |= {f"ledger/{unit}_{name.replace('/', '_')}": float(self[name][index]) for name in reasons}
+        for kind, table, edges in (("tokens", self._ages, AGE_BINS), ("samples", self._lengths, LENGTH_BINS)):
+            what = "age" if kind == "tokens" else "length"
+            for name, row in _by_bin(table).items():
+                found = zip(bin_labels(edges), row)
+                values |= {f"ledger/{kind}_{name}_{what}_{label}": float(n) for label, n in found if n}
         ended = self._generated.tokens - sum(self[name].tokens for name in (*OPEN_BINS, "evaluated"))
         if ended:
             values["ledger/trained_share"] = self["trained"].tokens / ended
@@ -192,6 +220,19 @@ class Ledger:
             lines.append(f"| {name} | {count.tokens:,} | {share:.1%} | {count.samples:,} | {count.groups:,} |")
         return "\n".join(lines)
 
+    def profile(self) -> str:
+        """Markdown: tokens of the final bins by age, samples by length; empty where nothing was said of either."""
+        parts = []
+        for title, table, edges in (
+            ("tokens by age in updates", self._ages, AGE_BINS),
+            ("samples by written tokens", self._lengths, LENGTH_BINS),
+        ):
+            if table:
+                labels = bin_labels(edges)
+                rows = [f"| {name} | {' | '.join(f'{n:,}' for n in row)} |" for name, row in sorted(table.items())]
+                parts += [f"| {title} | {' | '.join(labels)} |", f"|:--|{'--:|' * len(labels)}", *rows, ""]
+        return "\n".join(parts)
+
     def _enter(self, name: str, count: Count) -> None:
         self._generated = self._generated.plus(count)
         self._bins[name] = self[name].plus(count)
@@ -202,3 +243,18 @@ def _sum(counts: Iterable[Count]) -> Count:
     for count in counts:
         total = total.plus(count)
     return total
+
+
+def _add(table: dict[str, list[int]], name: str, edges: tuple[int, ...], values: Iterable[tuple[int, int]]) -> None:
+    for value, times in values:
+        row = table.setdefault(name, [0] * len(edges))
+        row[max(0, bisect.bisect_right(edges, value) - 1)] += times
+
+
+def _by_bin(table: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """The rows with those of all failures as one."""
+    rows: dict[str, list[int]] = {}
+    for name, row in table.items():
+        name = name.partition("/")[0]
+        rows[name] = [a + b for a, b in zip(rows.get(name, [0] * len(row)), row)]
+    return rows

@@ -27,6 +27,7 @@ GROUPS = {
     "ledger": "Every sampled token by the bin it ended in, since the run began",
     "time": "Seconds by phase; phases do not overlap",
     "throughput": "Rates, without the first updates and without evaluation and saving",
+    "producer": "Generation beside training: how full each stage was and how long things stayed, since the last update",
     "engine": "Generation engines",
     "grader": "Grading of responses",
     "eval": "Held-out tasks",
@@ -89,6 +90,7 @@ _LEARNING: tuple[Metric, ...] = (
     Metric("offpolicy/kl_k3", "nats", "the same by mean exp(-d) - 1 + d", "KL"),
     Metric("offpolicy/logprob_gap_mean", "nats", "mean |log p - log q|", "log-prob gap"),
     Metric("offpolicy/logprob_gap_max", "nats", "largest |log p - log q|", "log-prob gap"),
+    Metric("offpolicy/logprob_gap", "nats", "log p - log q of the tokens of the shown samples", kind="histogram"),
     Metric("offpolicy/ratio_mean", "ratio", "mean p / q"),
     Metric("offpolicy/ratio_outside_fraction", "fraction", "tokens whose p / q is outside [0.8, 1.25]", "fractions"),
     Metric("offpolicy/truncated_fraction", "fraction", "importance weights cut at their cap", "fractions"),
@@ -98,6 +100,7 @@ _LEARNING: tuple[Metric, ...] = (
     Metric("offpolicy/ess_length_{bin}", "fraction", "the same over samples of one length bin", "ESS by length"),
     Metric("offpolicy/age_mean", "updates", "mean age of the trained tokens", "age"),
     Metric("offpolicy/age_max", "updates", "largest age of a trained token", "age"),
+    Metric("offpolicy/age_share_{bin}", "fraction", "share of the trained tokens of this age", "age shares"),
     Metric("offpolicy/age", "updates", "ages of the trained tokens", kind="histogram"),
     Metric("centering/head_mass_sampler", "fraction", "Q: mass of the sampler's head under q", "head mass"),
     Metric("centering/head_mass_trainer", "fraction", "P: mass of the sampler's head under p", "head mass"),
@@ -120,7 +123,8 @@ _LEARNING: tuple[Metric, ...] = (
     Metric("batch/groups", "groups", "groups in the batch", "samples and groups"),
     Metric("batch/rows", "rows", "packed rows", "rows"),
     Metric("batch/micro_batches", "micro-batches", "micro-batches of the update", "rows"),
-    Metric("batch/packing_fraction", "fraction", "share of the packed positions that hold a token"),
+    Metric("batch/packing_fraction", "fraction", "share of the packed positions that hold a token", "packing"),
+    Metric("batch/shared_fraction", "fraction", "share of the samples' tokens that prefix sharing saves", "packing"),
 )
 
 _TIME: tuple[Metric, ...] = (
@@ -129,6 +133,7 @@ _TIME: tuple[Metric, ...] = (
     Metric("time/pack_seconds", "s", "packing", "phases"),
     Metric("time/update_seconds", "s", "forward, backward and optimizer", "phases"),
     Metric("time/publish_seconds", "s", "handing the weights to the engines", "phases"),
+    Metric("time/score_seconds", "s", "scoring the samples that are shown", "phases"),
     Metric("time/log_seconds", "s", "writing metrics and samples", "phases"),
     Metric("time/save_seconds", "s", "checkpoint", "apart"),
     Metric("time/sft_seconds", "s", "supervised cold start, before the first update", "apart"),
@@ -140,7 +145,31 @@ _TIME: tuple[Metric, ...] = (
     Metric("throughput/updates_per_hour", "updates/h", "updates"),
 )
 
+
+def _producer_metrics() -> tuple[Metric, ...]:
+    stages = {
+        "sessions": ("sessions", "open sessions"),
+        "samples": ("samples", "samples submitted and not yet graded"),
+        "permits": ("requests", "requests sent to an engine and not yet answered"),
+        "queue": ("requests", "requests that no engine had room for"),
+        "ungraded": ("samples", "samples that wait for a grader"),
+        "grading": ("samples", "gradings that run"),
+        "buffer": ("groups", "graded groups that wait for an update"),
+    }
+    rows = []
+    for name, (unit, meaning) in stages.items():
+        rows.append(Metric(f"producer/{name}_occupancy", unit, f"{meaning}, mean over time", f"{name} occupancy"))
+        rows.append(Metric(f"producer/{name}_peak", unit, f"{meaning}, largest number", f"{name} occupancy"))
+        rows.append(Metric(f"producer/{name}_seconds", "s", f"mean stay: {meaning}", "residence"))
+    text = "failures of this kind so far, those that a retry mended included"
+    return (*rows, Metric("producer/failures_{kind}", "failures", text, "failures"))
+
+
 _SERVING: tuple[Metric, ...] = (
+    Metric("engine/in_service", "engines", "engines that take requests or load weights"),
+    Metric(
+        "engine/ejections_{reason}", "ejections", "engines taken out of service for this reason so far", "ejections"
+    ),
     Metric("engine/occupancy", "fraction", "mean share of the slots that held a request"),
     Metric("grader/seconds_mean", "s", "mean time of a grading", "seconds"),
     Metric("grader/seconds_max", "s", "longest grading", "seconds"),
@@ -162,9 +191,14 @@ _EVALUATION: tuple[Metric, ...] = (
     Metric("eval/failed_gradings", "samples", "attempts without a verdict, counted nowhere else"),
     Metric("eval/tokens", "tokens", "tokens sampled"),
     Metric("eval/samples", "text", "some attempts with their rewards", kind="text"),
-    Metric("sft/loss", "nats", "mean negative log-prob of the response tokens"),
+    Metric("sft/loss", "nats", "mean negative log-prob of the response tokens", "loss"),
+    Metric("sft/validation_loss", "nats", "the same over the validation examples", "loss"),
+    Metric("sft/validation_perplexity", "1", "exp of the validation loss"),
     Metric("sft/grad_norm", "norm", "global gradient norm before clipping"),
     Metric("sft/learning_rate", "1", "learning rate of this step"),
+    Metric("sft/tokens_per_second", "tokens/s", "tokens trained on, prompts included, since the last record"),
+    Metric("sft/packing_fraction", "fraction", "share of the packed positions that hold a token"),
+    Metric("sft/epochs", "epochs", "examples trained on over examples there are"),
     Metric("system/host_memory_gib", "GiB", "resident memory of the process", "memory"),
     Metric("system/device_memory_gib", "GiB", "device memory in use", "memory"),
     Metric("system/device_memory_peak_gib", "GiB", "largest device memory in use so far", "memory"),
@@ -178,10 +212,24 @@ def _ledger_metrics() -> tuple[Metric, ...]:
         rows.append(Metric(f"ledger/{unit}_generated", unit, "sampled since the run began", unit))
         rows += [Metric(f"ledger/{unit}_{name}", unit, meaning, unit) for name, meaning in BINS.items()]
         rows.append(Metric(f"ledger/{unit}_failed_{{reason}}", unit, "failed for this reason", f"failed {unit}"))
+    for name in BINS:
+        rows.append(
+            Metric(f"ledger/tokens_{name}_age_{{age}}", "tokens", "of these, by age in updates", f"{name} by age")
+        )
+        text = "of these, by tokens written"
+        rows.append(Metric(f"ledger/samples_{name}_length_{{length}}", "samples", text, f"{name} by length"))
     return tuple(rows)
 
 
-METRICS: tuple[Metric, ...] = (*_SAMPLES, *_LEARNING, *_ledger_metrics(), *_TIME, *_SERVING, *_EVALUATION)
+METRICS: tuple[Metric, ...] = (
+    *_SAMPLES,
+    *_LEARNING,
+    *_ledger_metrics(),
+    *_TIME,
+    *_producer_metrics(),
+    *_SERVING,
+    *_EVALUATION,
+)
 
 
 @functools.cache

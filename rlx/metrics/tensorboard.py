@@ -3,22 +3,21 @@
 Scalars and histograms have the classic form (`simple_value`, `histo`): every reader of event files knows it, and
 tensorboard's `EventAccumulator` drops the events beyond a resumed update from it alone. Texts exist as tensors only.
 
-Layout of the custom dashboard: one category for each group of the metric table, one chart for each of its charts.
+The custom dashboard's layout is `rlx.metrics.layout`; the hyperparameter dashboard shows the whole configuration beside
+the last values of `OUTCOMES`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import metadata as custom_scalar_metadata
 from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.plugins.hparams import metadata as hparams_metadata
@@ -26,13 +25,29 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.scalar import metadata as scalar_metadata
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
-from tensorboard.util import tensor_util
 
-from rlx.metrics.names import GROUPS, METRICS, Metric, find_metric
+from rlx.metrics.layout import TRAINING, Category, layout_summary
+from rlx.metrics.names import METRICS, find_metric
 from rlx.types import Sample
 
 Value = summary_pb2.Summary.Value
 FLUSH_SECONDS = 10.0
+# The sections of the configuration that the hyperparameter dashboard has columns for.
+COLUMNS = ("learner", "lora", "model", "objective", "rollout", "sft", "tasks")
+# What the hyperparameter dashboard compares runs by: the last value of each.
+OUTCOMES = (
+    "eval/pass_rate",
+    "reward/pass_rate",
+    "reward/mean",
+    "policy/entropy",
+    "offpolicy/kl_k3",
+    "offpolicy/ess",
+    "response/length_mean",
+    "throughput/generated_tokens_per_second",
+    "ledger/trained_share",
+    "sft/loss",
+    "sft/validation_loss",
+)
 
 
 class TensorBoard:
@@ -43,16 +58,25 @@ class TensorBoard:
       resume_after: the update that was restored, -1 for a fresh run. TensorBoard drops events of earlier files whose
         step is larger.
       config: nested configuration, shown flat as hyperparameters.
+      overview: what the custom dashboard shows first.
     """
 
-    def __init__(self, directory: Path, resume_after: int, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        resume_after: int,
+        config: Mapping[str, Any],
+        overview: Sequence[Category] = TRAINING,
+    ) -> None:
         self._writer = EventFileWriter(str(directory), max_queue_size=1000, flush_secs=FLUSH_SECONDS)
         self._described: set[str] = set()
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         # START drops what is at its own step too, hence the next one.
         self._add(event_pb2.Event(step=resume_after + 1, session_log=start))
-        self._summary(layout_summary(METRICS), step=0)
-        self._summary(hparams_pb(flatten(config)), step=0)
+        self._summary(layout_summary(overview, METRICS), step=0)
+        settings = flatten(config)
+        self._summary(experiment_summary(settings), step=0)
+        self._summary(hparams_pb(settings), step=0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Writes numbers by metric name, float32."""
@@ -123,31 +147,27 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
     return flat
 
 
-def layout_summary(metrics: Iterable[Metric]) -> summary_pb2.Summary:
-    """The custom dashboard: categories in the order of `GROUPS`, charts in the order of the table."""
-    charts: dict[str, dict[str, list[str]]] = {group: {} for group in GROUPS}
-    for metric in metrics:
-        if metric.kind == "scalar":
-            title = metric.chart or metric.name.partition("/")[2]
-            charts[metric.group].setdefault(title, []).append(metric.pattern)
-    categories = [
-        layout_pb2.Category(
-            title=group,
-            chart=[
-                layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
-                for title, patterns in group_charts.items()
-            ],
-        )
-        for group, group_charts in charts.items()
-        if group_charts
-    ]
-    layout = layout_pb2.Layout(category=categories)
-    value = Value(
-        tag=custom_scalar_metadata.CONFIG_SUMMARY_TAG,
-        metadata=custom_scalar_metadata.create_summary_metadata(),
-        tensor=tensor_util.make_tensor_proto(layout.SerializeToString(), shape=()),
+def experiment_summary(settings: Mapping[str, bool | int | float | str]) -> summary_pb2.Summary:
+    """What the hyperparameter dashboard has columns for. Without it every scalar of a run would be one."""
+    kinds = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
+    experiment = api_pb2.Experiment(
+        hparam_infos=[
+            api_pb2.HParamInfo(name=name, type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64))
+            for name, value in settings.items()
+            if name.partition(".")[0] in COLUMNS
+        ],
+        metric_infos=[
+            api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), description=_meaning(tag)) for tag in OUTCOMES
+        ],
     )
-    return summary_pb2.Summary(value=[value])
+    return _hparams_summary(hparams_metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment))
+
+
+def _meaning(name: str) -> str:
+    metric = find_metric(name)
+    if metric is None:
+        raise KeyError(f"{name!r} is no metric of rlx/metrics/names.py")
+    return metric.description
 
 
 def _histogram(values: np.ndarray, buckets: int) -> summary_pb2.HistogramProto:
@@ -187,9 +207,13 @@ def _cell(text: str, characters: int) -> str:
 def _session_end(status: Literal["success", "failure"]) -> summary_pb2.Summary:
     codes = {"success": api_pb2.STATUS_SUCCESS, "failure": api_pb2.STATUS_FAILURE}
     info = plugin_data_pb2.SessionEndInfo(status=codes[status], end_time_secs=math.floor(time.time()))
+    return _hparams_summary(
+        hparams_metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=info)
+    )
+
+
+def _hparams_summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> summary_pb2.Summary:
     value = Value(
-        tag=hparams_metadata.SESSION_END_INFO_TAG,
-        metadata=hparams_metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=info)),
-        tensor=hparams_metadata.NULL_TENSOR,
+        tag=tag, metadata=hparams_metadata.create_summary_metadata(content), tensor=hparams_metadata.NULL_TENSOR
     )
     return summary_pb2.Summary(value=[value])

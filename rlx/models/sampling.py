@@ -8,6 +8,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
 _BLOCK = 128
+_GROUP = 16
 
 
 @struct.dataclass
@@ -18,6 +19,12 @@ class Draw:
     logprobs: Array  # float32 [rows]
     head_ids: Array  # int32 [rows, K]
     head_logprobs: Array  # float32 [rows, K], descending
+
+
+def no_draw(rows: int, head_size: int) -> Draw:
+    """Zeros, in the shape of a draw."""
+    row, head = jnp.zeros(rows), jnp.zeros((rows, head_size))
+    return Draw(row.astype(jnp.int32), row, head.astype(jnp.int32), head)
 
 
 def inverse_cdf(
@@ -49,6 +56,23 @@ def inverse_cdf(
     return block * _BLOCK + pick(inside, jnp.cumsum(inside, axis=-1), jnp.maximum(target - before, 0)), total
 
 
+def top_k(values: Float[Array, "rows n"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """The k largest of each row, descending, and their ids. Of equal values any may be taken.
+
+    Two levels: the k groups with the largest maxima hold the k largest values. At 64 x 49,152 and k = 128 on a CPU this
+    takes half of `jax.lax.top_k`'s time.
+    """
+    rows, count = values.shape
+    if k * 2 * _GROUP > count:
+        largest, at = jax.lax.top_k(values, k)
+        return largest, at
+    groups = jnp.pad(values, ((0, 0), (0, -count % _GROUP)), constant_values=-jnp.inf).reshape(rows, -1, _GROUP)
+    group = jax.lax.top_k(groups.max(axis=-1), k)[1]
+    candidates = jnp.take_along_axis(groups, group[:, :, None], axis=1).reshape(rows, -1)
+    largest, at = jax.lax.top_k(candidates, k)
+    return largest, jnp.take_along_axis(group, at // _GROUP, axis=1) * _GROUP + at % _GROUP
+
+
 def draw(
     logits: Float[Array, "rows vocab"],
     temperature: Float[Array, " rows"],
@@ -71,7 +95,7 @@ def draw(
     )
     tokens = jnp.where(greedy, likeliest, tokens)
     logsumexp = jnp.log(total) + largest[:, 0]
-    head_values, head_ids = jax.lax.top_k(scaled, head_size)
+    head_values, head_ids = top_k(scaled, head_size)
     return Draw(
         tokens=tokens,
         logprobs=jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0] - logsumexp,

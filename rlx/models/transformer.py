@@ -7,16 +7,23 @@ never exist whole. `block` is also what the sampler runs over its cache, so that
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rlx.models.layers import attention, linear, packed_causal_mask, rms_norm, rope
-from rlx.models.spec import Architecture, Params
+from rlx.models.layers import KEPT, linear, packed_causal_mask, rms_norm, rotary_tables, rotate
+from rlx.models.packed_attention import packed_attention
+from rlx.models.spec import LINEAR_NAMES, Architecture, Params, linear_shape
 
 # (query, key, value) of one block -> attention output; the caller decides what the keys are: the row or a cache.
 Attend = Callable[[Array, Array, Array], Array]
+
+ATTENTION_ONLY = ("qwen2", "qwen3")
+
+# What the backward pass recomputes of every block: nothing, all but matrix products and attention, everything.
+Remat = Literal["none", "products", "layer"]
 
 
 def block(
@@ -28,8 +35,12 @@ def block(
     *,
     adapter: Params,
     adapter_scale: float,
+    tables: tuple[Array, Array] | None = None,
 ) -> Float[Array, "rows t d"]:
-    """One pre-norm block: hidden + attention, then + SwiGLU. `layer` has no leading layer axis."""
+    """One pre-norm block: hidden + attention, then + SwiGLU. `layer` has no leading layer axis.
+
+    tables: `rotary_tables` of the positions, from callers that run many blocks over the same ones.
+    """
     rows, length, _ = hidden.shape
 
     def project(name: str, x: Array) -> Array:
@@ -45,7 +56,9 @@ def block(
     if arch.qk_norm:
         query = rms_norm(query, layer["q_norm"], arch.rms_norm_eps)
         key = rms_norm(key, layer["k_norm"], arch.rms_norm_eps)
-    query, key = rope(query, positions, arch.rope_theta), rope(key, positions, arch.rope_theta)
+    if tables is None:
+        tables = rotary_tables(positions, arch.head_dim, arch.rope_theta)
+    query, key = rotate(query, *tables), rotate(key, *tables)
     mixed = attend(query, key, value).reshape(rows, length, arch.num_heads * arch.head_dim)
     hidden = hidden + project("o_proj", mixed)
 
@@ -59,32 +72,62 @@ def forward(
     tokens: Int[Array, "rows t"],
     positions: Int[Array, "rows t"],
     segment_ids: Int[Array, "rows t"],
+    prefix_ids: Int[Array, "rows t"] | None = None,
     *,
     adapter: Params | None = None,
     adapter_scale: float = 1.0,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> Float[Array, "rows t d"]:
     """Hidden states after the final norm.
 
     Args:
       tokens: ids in [0, vocab_size); what padding (segment 0) holds does not matter to other segments.
-      positions: of each token in its own segment, from 0.
+      positions: of each token in its own sequence, its prefix included, from 0.
       segment_ids: which packed sequence a token belongs to, 0 = padding.
+      prefix_ids: the segment that holds the beginning of this one's sequence, 0 = none: `packed_causal_mask`.
       adapter: LoRA tree (see `models.lora`), added to the linear layers it names.
-      remat: recompute each block's activations in the backward pass.
+      remat: what the backward pass recomputes.
     """
-    allowed = packed_causal_mask(positions, segment_ids)
+    allowed = packed_causal_mask(positions, segment_ids, prefix_ids)
+    tables = rotary_tables(positions, arch.head_dim, arch.rope_theta)
 
     def step(hidden: Array, xs: tuple[Params, Params]) -> tuple[Array, None]:
         layer, low_rank = xs
-        attend = lambda q, k, v: attention(q, k, v, allowed)  # noqa: E731
-        return block(arch, layer, hidden, positions, attend, adapter=low_rank, adapter_scale=adapter_scale), None
+        attend = lambda q, k, v: packed_attention(q, k, v, allowed)  # noqa: E731
+        scale = adapter_scale
+        hidden = block(arch, layer, hidden, positions, attend, adapter=low_rank, adapter_scale=scale, tables=tables)
+        return hidden, None
 
-    if remat:
-        step = jax.checkpoint(step)
     hidden = params["embed"][tokens]
-    hidden, _ = jax.lax.scan(step, hidden, (params["layers"], adapter or {}))
+    hidden, _ = jax.lax.scan(recomputed(step, remat), hidden, (params["layers"], adapter or {}))
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
+
+
+def recomputed(step: Callable, remat: Remat) -> Callable:
+    """`step`, a block in a scan, with what its backward pass recomputes."""
+    if remat == "none":
+        return step
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT) if remat == "products" else None
+    # Inside a scan nothing can be shared between the two passes, so there is nothing to keep apart.
+    return jax.checkpoint(step, policy=policy, prevent_cse=False)
+
+
+def kept_bytes(arch: Architecture, itemsize: int) -> int:
+    """Bytes for each token that remat = "products" keeps between the passes, the adapter's few left out."""
+    inside = sum(linear_shape(arch, name)[1] for name in LINEAR_NAMES if name != "down_proj")
+    block = arch.hidden_size + inside + arch.num_heads * arch.head_dim
+    return arch.num_layers * (block * itemsize + arch.num_heads * 4)
+
+
+def prefix_sharing_unsupported_reason(arch: Architecture) -> str | None:
+    """Why segments of a row of this model cannot share a prefix, None if they can.
+
+    Attention lets a token see the prefix wherever it lies in the row; a layer that carries a state from one token to
+    the next would have to begin every segment with the state at the prefix's end.
+    """
+    if arch.model_type in ATTENTION_ONLY:
+        return None
+    return f"layers of model_type {arch.model_type!r} are not known to be attention only ({', '.join(ATTENTION_ONLY)})"
 
 
 def head_matrix(params: Params) -> Float[Array, "vocab d"]:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlx.envs.chat import ChatTokenizer
-from rlx.envs.graders import Grade, GraderPool
+from rlx.envs.grading import Grade
 from rlx.rollout.engine import Completion, Engine, EngineError, Request, check_completion
-from rlx.types import Group, Sample, StopReason, Task, VersionSpan
+from rlx.rollout.session import Graders, Tokenizer
+from rlx.rollout.transcript import Transcript, Verdict
+from rlx.types import Group, Sample, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,8 @@ def sample_seeds(seed: int, group: int, count: int) -> tuple[int, ...]:
 
 async def collect(
     engine: Engine,
-    graders: GraderPool,
-    tokenizer: ChatTokenizer,
+    graders: Graders,
+    tokenizer: Tokenizer,
     tasks: Sequence[tuple[int, Task]],
     sampling: Sampling,
 ) -> list[Group]:
@@ -53,7 +54,7 @@ async def collect(
 
 
 async def _group(
-    engine: Engine, graders: GraderPool, tokenizer: ChatTokenizer, task: Task, group: int, sampling: Sampling
+    engine: Engine, graders: Graders, tokenizer: Tokenizer, task: Task, group: int, sampling: Sampling
 ) -> Group:
     prompt = tokenizer.encode_prompt(task.question)
     request = Request(
@@ -91,21 +92,14 @@ def make_sample(
     sampling: Sampling,
 ) -> Sample:
     """Prompt and response as one sequence; what the engine said of the response moves to its tokens' own indices."""
-    start, end = len(prompt), len(prompt) + len(completion.tokens)
-    logprobs = np.zeros(end, np.float32)
-    logprobs[start:] = completion.logprobs
-    cut = completion.stop_reason is StopReason.LENGTH
-    return Sample(
-        task=task,
-        group=group,
-        index=index,
-        tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32),
-        mask=np.arange(end) >= start,
-        logprobs=logprobs,
-        head=completion.head,
-        version_spans=tuple(VersionSpan(s.version, start + s.start, start + s.end) for s in completion.version_spans),
-        stop_reason=completion.stop_reason,
-        text=text,
-        reward=0.0 if cut and sampling.zero_reward_truncated else grade.reward,
-        grade=dataclasses.asdict(grade),
+    transcript = Transcript()
+    transcript.observe(prompt)
+    transcript.write(completion)
+    return transcript.sample(
+        task,
+        group,
+        index,
+        Verdict(grade, text),
+        completion.stop_reason,
+        zero_truncated=sampling.zero_reward_truncated,
     )

@@ -1,16 +1,18 @@
 """The embedded engine: continuous batching on the model's own sampler, in the trainer's process.
 
-The host side keeps a queue of samples and the state of each slot; the device side is `rlx.models.sampler`. Samples are
-admitted in the order they were asked for, into the lowest free slots, so a run that asks in a fixed order is
-reproducible to the bit. Weights are swapped between two dispatches, never during one; running responses go on with the
-new weights, their cache computed anew, and the version of every token is recorded.
+The host side keeps a queue of samples, the owner of each slot and what is written; the device side is
+`rlx.models.sampler`. Samples are admitted in the order they were asked for, into the lowest free slots, so a run that
+asks in a fixed order is reproducible to the bit. Weights are swapped between two dispatches, never during one; running
+responses go on with the new weights, their cache computed anew, and the version of every token is recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections import deque
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +20,28 @@ import numpy as np
 
 from rlx.config.schema import EngineConfig
 from rlx.models import sampler
+from rlx.models.prompts import PromptCache
 from rlx.models.sampler import SamplerConfig
 from rlx.models.spec import Architecture, Params
 from rlx.rollout.engine import Completion, EngineError, Request, check_request
-from rlx.types import StopReason, TopK, VersionSpan
+from rlx.rollout.pending import Pending, Written
+from rlx.types import StopReason
 
-
-@dataclasses.dataclass(eq=False)
-class _Pending:
-    """One sample of a request, from the queue to its completion."""
-
-    request: Request
-    index: int
-    future: asyncio.Future[Completion]
-    spans: list[VersionSpan] = dataclasses.field(default_factory=list)
-    count: int = 0  # tokens written
-    tokens: np.ndarray | None = None  # what was written before the cache was last computed
+_NARROWEST = 16  # slots that are worth a program of their own
+_LOOK_AHEAD = 512  # samples of the queue among which prompts are looked for that fill a prefill
 
 
 @dataclasses.dataclass
 class EngineStats:
     """Totals since the engine was made."""
 
-    prompt_tokens: int = 0  # prefilled, once for the samples of a prompt that are admitted together
+    prompt_tokens: int = 0  # prefilled, once for all samples that wait for a prompt
     new_tokens: int = 0
+    aborted_tokens: int = 0  # of these, of samples that were cancelled or failed
     dispatches: int = 0
-    slot_steps: int = 0  # dispatches x slots
-    busy_slot_steps: int = 0  # of these, by slots with a request
+    steps: int = 0  # decoding steps, in all dispatches
+    slot_steps: int = 0  # slots decoded, in all steps
+    busy_slot_steps: int = 0  # of these, slots that wrote a token
 
     @property
     def occupancy(self) -> float:
@@ -61,60 +58,56 @@ class LocalEngine:
         params: Params,
         *,
         version: int,
-        max_new_tokens: int,
         head_size: int,
         stop_ids: tuple[int, ...],
+        name: str = "local",
     ):
+        self.name = name
+        self.admission = config.slots
         self.arch = arch
-        self.config = SamplerConfig(
-            slots=config.slots,
-            context=config.context,
-            max_new_tokens=max_new_tokens,
-            head_size=head_size,
-            steps=config.steps_per_dispatch,
-            stop_ids=stop_ids,
-        )
-        self.buckets = tuple(sorted({*config.prefill_buckets, config.context}))
-        self.prefill_rows = config.prefill_rows
+        ends = tuple(sorted({b for b in config.prefill_buckets if b < config.context} | {config.context}))
+        self.config = SamplerConfig(ends, head_size, config.steps_per_dispatch, stop_ids)
+        self.widths = _widths(config.slots)
         self.version = version
         self.stats = EngineStats()
         self._params = sampler.unstack_layers(params)
-        self._slots = sampler.init_slots(arch, self.config, params["embed"].dtype)
-        self._owner: list[_Pending | None] = [None] * config.slots
-        self._queue: deque[_Pending] = deque()
+        self._prompts = PromptCache(arch, ends, config.prefill_rows)
+        self._queue: deque[Pending] = deque()
         self._device = asyncio.Lock()  # held while weights or slots change
         self._runner: asyncio.Task[None] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._owner: list[Pending | None] = [None] * self.widths[0]
+        self._slots = sampler.init_slots(self.arch, self.config, self.widths[0], self._params["embed"].dtype)
 
     async def generate(self, request: Request) -> list[Completion]:
+        """See `rlx.rollout.engine.Engine`. What a cancelled request wrote is lost; its slots are free at once."""
         check_request(request, self.arch.vocab_size, self.config.context)
-        if request.max_new_tokens > self.config.max_new_tokens:
-            raise EngineError(
-                f"request {request.id}: max_new_tokens {request.max_new_tokens} is above the engine's "
-                f"{self.config.max_new_tokens}, the size of its buffers"
-            )
         loop = asyncio.get_running_loop()
-        samples = [_Pending(request, i, loop.create_future()) for i in range(len(request.seeds))]
+        samples = [Pending(request, i, loop.create_future()) for i in range(len(request.seeds))]
         self._queue.extend(samples)
         if self._runner is None or self._runner.done():
             self._runner = loop.create_task(self._run())
         try:
             return await asyncio.gather(*(s.future for s in samples))
         except asyncio.CancelledError:
-            self._forget(samples)
             raise
+        except Exception as error:
+            partial = tuple(self._completion(s, StopReason.ABORT) if s.count else None for s in samples)
+            raise EngineError(f"the engine failed: {error!r}", reason="exception", partial=partial) from error
 
-    async def load(self, params: Params, version: int) -> None:
-        """Serve `params` as `version` from the next token on."""
+    async def load(self, weights: Params, version: int, /) -> None:
+        """Serve `weights` as `version` from the next token on."""
         async with self._device:
-            running = [(slot, p) for slot, p in enumerate(self._owner) if p is not None]
-            written = np.asarray(self._slots.tokens)
-            for slot, sample in running:
-                self._close_span(sample)
-                sample.tokens = written[slot, : sample.count].copy()
-            self._params = sampler.unstack_layers(params)
+            self._params = sampler.unstack_layers(weights)
             self.version = version
-            for start in range(0, len(running), self.prefill_rows):
-                self._admit(running[start : start + self.prefill_rows])
+            self._prompts.clear()
+            self._release_cancelled()
+            running = [(slot, p) for slot, p in enumerate(self._owner) if p is not None]
+            for _, sample in running:
+                sample.restart()
+            self._admit(running)
 
     # ---------------------------------------------------------------- the loop
 
@@ -123,119 +116,117 @@ class LocalEngine:
         try:
             while self._queue or any(self._owner):
                 async with self._device:
+                    self._release_cancelled()
+                    self._resize()
                     self._fill_free_slots()
-                    await asyncio.to_thread(self._decode)
-                    self._collect()
+                    if any(self._owner):
+                        self._collect(await asyncio.to_thread(self._decode))
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _decode(self) -> None:
-        self._slots = sampler.decode(self.arch, self.config, self._params, self._slots)
-        self._slots.active.block_until_ready()
+    def _decode(self) -> sampler.Dispatch:
+        """One dispatch, its results on the host. Where somebody waits it ends as soon as a slot is free."""
+        longest = max(len(p.request.prompt) + p.count for p in self._owner if p is not None)
+        stretches = next(i for i, end in enumerate(self.config.ends, 1) if end >= longest)
+        until_free = jnp.asarray(bool(self._queue))
+        self._slots, dispatch = sampler.decode(self.arch, self.config, stretches, self._params, self._slots, until_free)
+        return jax.device_get(dispatch)
+
+    def _release_cancelled(self) -> None:
+        """Take back what nobody waits for any more."""
+        self._queue = deque(p for p in self._queue if not p.future.cancelled())
+        gone = [slot for slot, p in enumerate(self._owner) if p is not None and p.future.cancelled()]
+        if gone:
+            self._slots = sampler.release(self._slots, jnp.asarray(np.isin(np.arange(len(self._owner)), gone)))
+        for slot in gone:
+            self.stats.aborted_tokens += self._owner[slot].count
+            self._owner[slot] = None
+
+    def _resize(self) -> None:
+        """As many slots as are needed: a step of fewer is faster."""
+        busy = [slot for slot, p in enumerate(self._owner) if p is not None]
+        needed = len(busy) + len(self._queue)
+        width = next((w for w in self.widths if w >= needed), self.widths[-1])
+        if width != len(self._owner):
+            source = np.full(width, -1, np.int32)
+            source[: len(busy)] = busy
+            self._slots = sampler.resize(self._slots, jnp.asarray(source))
+            self._owner = [self._owner[slot] if slot >= 0 else None for slot in source]
 
     def _fill_free_slots(self) -> None:
-        """Move samples from the queue to free slots. Samples of one prompt that are admitted together share its
-        prefill."""
-        free = deque(slot for slot, owner in enumerate(self._owner) if owner is None)
-        while free and self._queue:
-            batch: list[tuple[int, _Pending]] = []
-            while free and self._queue:
-                requests = {id(p.request) for _, p in batch} | {id(self._queue[0].request)}
-                if len(requests) > self.prefill_rows:
-                    break
-                batch.append((free.popleft(), self._queue.popleft()))
-            self._admit(batch)
+        """Move samples from the queue to free slots."""
+        free = [slot for slot, owner in enumerate(self._owner) if owner is None]
+        self._admit([(slot, self._queue.popleft()) for slot in free[: len(self._queue)]])
 
-    def _admit(self, batch: list[tuple[int, _Pending]]) -> None:
-        """Prefill the batch's sequences and give their keys and values to the slots."""
-        rows: list[np.ndarray] = []
-        row_of: dict[int, int] = {}  # a fresh request's row, shared by its samples
-        admitted = []
-        for slot, sample in batch:
-            shared = row_of.get(id(sample.request)) if sample.tokens is None else None
-            if shared is None:
-                shared = len(rows)
-                written = np.zeros(0, np.int32) if sample.tokens is None else sample.tokens
-                rows.append(np.concatenate([sample.request.prompt, written]).astype(np.int32))
-                if sample.tokens is None:
-                    row_of[id(sample.request)] = shared
-            admitted.append((slot, shared, sample))
+    def _admit(self, admitted: Sequence[tuple[int, Pending]]) -> None:
+        """Give slots to samples, with the keys and values of what each has so far."""
+        waiting = list(itertools.islice(self._queue, _LOOK_AHEAD))
+        prompts = [(p.key, p.tokens) for _, p in admitted]
+        self.stats.prompt_tokens += self._prompts.prepare(self._params, prompts, [(p.key, p.tokens) for p in waiting])
+        by_batch: dict[int, list[tuple[int, int, Pending]]] = {}
+        for slot, sample in admitted:
             self._owner[slot] = sample
-        longest = max(len(r) for r in rows)
-        bucket = next(b for b in self.buckets if b >= longest)
-        tokens = np.zeros((self.prefill_rows, bucket), np.int32)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = row
-        lengths = np.array([len(r) for r in rows] + [1] * (self.prefill_rows - len(rows)), np.int32)
-        keys, values = sampler.prefill(self.arch, self._params, jnp.asarray(tokens))
-        admission = self._admission(admitted)
-        self._slots = sampler.admit(self._slots, keys, values, jnp.asarray(tokens), jnp.asarray(lengths), admission)
-        self.stats.prompt_tokens += int(sum(len(r) for r in rows))
+            number, row = self._prompts[sample.key]
+            by_batch.setdefault(number, []).append((slot, row, sample))
+        for number, entries in by_batch.items():
+            batch = self._prompts.batch(number)
+            self._slots = sampler.admit(self._slots, batch, self._admission(entries))
+        self._prompts.forget({p.key for p in waiting})
 
-    def _admission(self, admitted: list[tuple[int, int, _Pending]]) -> sampler.Admission:
-        size = self.config.slots
-        slot = np.full(size, size, np.int32)  # out of range: dropped
-        prompt, count, limit = (np.zeros(size, np.int32) for _ in range(3))
+    def _admission(self, entries: Sequence[tuple[int, int, Pending]]) -> sampler.Admission:
+        size = len(self._owner)
+        prompt = np.full(size, -1, np.int32)
+        count, limit = (np.zeros(size, np.int32) for _ in range(2))
         seed, temperature = np.zeros(size, np.uint32), np.ones(size, np.float32)
-        for i, (at, row, sample) in enumerate(admitted):
+        for slot, row, sample in entries:
             request = sample.request
-            slot[i], prompt[i], count[i] = at, row, sample.count
-            limit[i] = min(request.max_new_tokens, self.config.context - len(request.prompt))
-            seed[i], temperature[i] = request.seeds[sample.index], request.temperature
-        return sampler.Admission(*(jnp.asarray(x) for x in (slot, prompt, count, limit, seed, temperature)))
+            prompt[slot], count[slot] = row, sample.count
+            limit[slot] = min(request.max_new_tokens, self.config.context - len(request.prompt))
+            seed[slot], temperature[slot] = sample.seed, request.temperature
+        return sampler.Admission(*(jnp.asarray(x) for x in (prompt, count, limit, seed, temperature)))
 
-    def _collect(self) -> None:
-        """Give finished samples back; take note of how far the others are."""
-        active, count, stopped = jax.device_get((self._slots.active, self._slots.count, self._slots.stopped))
-        finished = []
+    def _collect(self, dispatch: sampler.Dispatch) -> None:
+        """Take what was written; give finished samples back."""
         self.stats.dispatches += 1
-        self.stats.slot_steps += self.config.slots
+        self.stats.steps += int(dispatch.written.max())
+        self.stats.slot_steps += int(dispatch.written.max()) * len(self._owner)
+        drawn = dispatch.drawn
         for slot, sample in enumerate(self._owner):
             if sample is None:
                 continue
-            self.stats.busy_slot_steps += 1
-            self.stats.new_tokens += int(count[slot]) - sample.count
-            sample.count = int(count[slot])
-            if not active[slot]:
-                finished.append((slot, sample))
-        if not finished:
-            return
-        arrays = jax.device_get(
-            (self._slots.tokens, self._slots.logprobs, self._slots.head_ids, self._slots.head_logprobs)
-        )
-        for slot, sample in finished:
-            self._owner[slot] = None
-            self._close_span(sample)
-            tokens, logprobs, head_ids, head_logprobs = (a[slot, : sample.count].copy() for a in arrays)
-            completion = Completion(
-                tokens=tokens,
-                logprobs=logprobs,
-                head=TopK(head_ids, head_logprobs) if self.config.head_size else None,
-                version_spans=tuple(sample.spans),
-                stop_reason=StopReason.STOP if stopped[slot] else StopReason.LENGTH,
-            )
-            if not sample.future.done():
-                sample.future.set_result(completion)
+            written = int(dispatch.written[slot])
+            self.stats.new_tokens += written
+            self.stats.busy_slot_steps += written
+            fields = (drawn.tokens, drawn.logprobs, drawn.head_ids, drawn.head_logprobs)
+            sample.add(Written(*(x[:written, slot].copy() for x in fields)), self.version)
+            if not dispatch.active[slot]:
+                self._owner[slot] = None
+                reason = StopReason.STOP if dispatch.stopped[slot] else StopReason.LENGTH
+                if sample.future.done():
+                    self.stats.aborted_tokens += sample.count
+                else:
+                    sample.future.set_result(self._completion(sample, reason))
 
-    def _close_span(self, sample: _Pending) -> None:
-        """Book the tokens written since the last span under the version that is serving."""
-        start = sample.spans[-1].end if sample.spans else 0
-        if sample.count > start:
-            sample.spans.append(VersionSpan(self.version, start, sample.count))
-
-    def _forget(self, samples: list[_Pending]) -> None:
-        """Take cancelled samples out of the queue. Those in slots run to their end and are dropped there."""
-        cancelled = set(map(id, samples))
-        self._queue = deque(p for p in self._queue if id(p) not in cancelled)
+    def _completion(self, sample: Pending, reason: StopReason) -> Completion:
+        return sample.completion(reason, with_head=self.config.head_size > 0)
 
     def _fail(self, error: BaseException) -> None:
         waiting = [p for p in self._owner if p is not None] + list(self._queue)
-        self._owner = [None] * self.config.slots
         self._queue.clear()
+        self._prompts.clear()
         for sample in waiting:
+            self.stats.aborted_tokens += sample.count
             if not sample.future.done():
-                sample.future.set_exception(EngineError(f"the engine failed: {error!r}"))
+                sample.future.set_exception(EngineError(repr(error)))
         # The failed dispatch was given the slots' memory; later requests need slots of their own.
-        self._slots = sampler.init_slots(self.arch, self.config, self._params["embed"].dtype)
+        self._reset()
+
+
+def _widths(slots: int) -> tuple[int, ...]:
+    """Numbers of slots that decoding is compiled for, ascending: all, and quarters of it."""
+    widths = [slots]
+    while widths[0] % 4 == 0 and widths[0] // 4 >= _NARROWEST:
+        widths.insert(0, widths[0] // 4)
+    return tuple(widths)

@@ -31,6 +31,20 @@ WRONG = [
     ({"rollout.min_p": 0.05}, "rollout.min_p", "set it to 0.0"),
     ({"rollout.head_size": 0}, "rollout.head_size", "config.objective.centering = 'tis'"),
     ({"rollout.no_signal_limit": 0}, "rollout.no_signal_limit", "at least 1"),
+    ({"producer.sessions_in_flight": 0}, "producer.sessions_in_flight", "at least 1"),
+    ({"producer.max_policy_lag": -1}, "producer.max_policy_lag", "0 or more"),
+    ({"producer.backoff_s": 0.0}, "producer.backoff_s", "above 0"),
+    ({"producer.engine_admission": 32}, "producer.engine_admission", "config.engine.slots = 64"),
+    ({"producer.http_admission": 63}, "producer.http_admission", "set at least that, or 0"),
+    ({"producer.max_concurrent_samples": 95}, "producer.max_concurrent_samples", "sessions_in_flight = 96"),
+    ({"producer.environment_timeout_s": 9.0}, "producer.environment_timeout_s", "config.grader.timeout_s = 10.0"),
+    ({"producer.train_token_limit": 257}, "producer.train_token_limit", "config.learner.row_tokens = 256"),
+    ({"producer.session_token_limit": 193}, "producer.session_token_limit", "set at most 192"),
+    (
+        {"producer.session_token_limit": 150, "producer.train_token_limit": 149},
+        "producer.session_token_limit",
+        "config.producer.train_token_limit = 149",
+    ),
     ({"engine.prefill_buckets": (64, 32)}, "engine.prefill_buckets", "ascending"),
     ({"engine.prefill_buckets": ()}, "engine.prefill_buckets", "ascending"),
     ({"engine.prefill_buckets": (32, 512)}, "engine.prefill_buckets", "config.engine.context = 256"),
@@ -137,3 +151,10 @@ def test_every_contradiction_comes_at_once(tree):
 )
 def test_the_way_out_is_accepted(tree, changes):
     check(changed(tree, changes))
+
+
+def test_sessions_may_be_longer_than_what_is_trained_if_that_is_meant(tree):
+    tree.producer.session_token_limit, tree.producer.train_token_limit = 150, 100
+    assert len(problems(parse(tree))) == 1
+    tree.producer.sessions_beyond_training = True
+    check(parse(tree))

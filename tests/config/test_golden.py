@@ -6,6 +6,7 @@ import pytest
 
 from rlx.config import docs, golden
 from rlx.config.parse import schema_keys
+from rlx.config.simulation import DistributionConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,12 @@ def test_the_reference_of_keys_is_current():
 def test_a_row_of_the_reference_has_default_type_and_comment():
     page = docs.page((ROOT / "configs" / "base.py").read_text(encoding="utf-8"))
     assert "| `group_size` | `8` | int | samples of one task |" in page
-    assert page.count("\n| `") == sum(not dataclasses.is_dataclass(hint) for _, hint in schema_keys())
+    hints = [hint for _, hint in schema_keys()]
+    distributions = hints.count(DistributionConfig)  # a row each; their own keys have one section
+    settings = sum(not dataclasses.is_dataclass(hint) for hint in hints)
+    inside = len(dataclasses.fields(DistributionConfig))
+    assert page.count("\n| `") == settings - distributions * (inside - 1) + inside
+    assert page.count("`distribution(kind='beta', mean=0.5, cv=0.6)` | dict | over tasks |") == 1
 
 
 def test_comments_may_go_on_in_the_lines_below():

@@ -15,7 +15,8 @@ from tests.oracle_adapter import base_objective
 from tests.tiny_model import ARCH
 
 HEAD = 4
-SIZES = [(9, 5), (20, 11), (6, 2), (14, 9), (3, 2), (11, 1), (5, 0)]  # (tokens, targets)
+SIZES = [(10, 5), (20, 11), (6, 2), (14, 9), (3, 2), (11, 1), (5, 0)]  # (tokens, targets)
+GROUP, SHARED = (0, 1, 3), 4  # of these trajectories, and how many tokens they begin with
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
 LEARNER = LearnerConfig(
     updates=10,
@@ -31,6 +32,7 @@ LEARNER = LearnerConfig(
     row_tokens=24,
     row_targets=12,
     micro_batch_rows=2,
+    prefix_sharing=True,
     nonfinite_limit=3,
     logprob_implementation="auto",
 )
@@ -45,7 +47,7 @@ CENTRED = StepConfig(
     ),
     adapter_scale=2.0,
     temperature=0.8,
-    remat=True,
+    remat="products",
     dtype="float32",
     logprob_implementation=None,
     num_sequences=16,
@@ -55,7 +57,7 @@ PLAIN = dataclasses.replace(
     objective=base_objective(loss="reinforce", aggregation="token_mean"),
     adapter_scale=None,
     temperature=1.0,
-    remat=False,
+    remat="none",
 )
 
 
@@ -81,7 +83,30 @@ def trajectory(i: int, size: tuple[int, int]) -> Trajectory:
     )
 
 
-TRAJECTORIES = [trajectory(i, size) for i, size in enumerate(SIZES)]
+def with_prefix(chosen: list[Trajectory], tokens: np.ndarray, group: int) -> list[Trajectory]:
+    """The trajectories behind a prompt that they share."""
+    blank = np.zeros(len(tokens))
+    return [
+        dataclasses.replace(
+            t,
+            tokens=np.concatenate([tokens, t.tokens]).astype(np.int32),
+            mask=np.concatenate([blank, t.mask]).astype(bool),
+            logprobs=np.concatenate([blank, t.logprobs]).astype(np.float32),
+            ages=np.concatenate([blank, t.ages]).astype(np.int32),
+            group=group,
+        )
+        for t in chosen
+    ]
+
+
+def _trajectories() -> list[Trajectory]:
+    found = [trajectory(i, (n - SHARED if i in GROUP else n, k)) for i, (n, k) in enumerate(SIZES)]
+    prompt = np.random.default_rng(0).integers(0, ARCH.vocab_size, SHARED)
+    behind = iter(with_prefix([found[i] for i in GROUP], prompt, group=7))
+    return [next(behind) if i in GROUP else t for i, t in enumerate(found)]
+
+
+TRAJECTORIES = _trajectories()
 LAYOUTS = {
     "narrow": PackingConfig(row_tokens=24, row_targets=12, rows=2, capacity=5, head_size=HEAD),
     "one row": PackingConfig(row_tokens=80, row_targets=40, rows=1, capacity=2, head_size=HEAD),

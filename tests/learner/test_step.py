@@ -89,7 +89,7 @@ def assert_update(got, wanted):
     "layout", ["narrow", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one row", "at once"))]
 )
 def test_adapter_update_is_the_dense_one_in_any_layout(centred, layout):
-    """Four, two and one micro-batches of two, one and eight rows."""
+    """Three, two and one micro-batches of two, one and eight rows; three of the sequences share their first tokens."""
     got, values = run(CENTRED, batches.batch(layout=layout))
     assert_update(got, centred)
     check_metrics(values, centred[2])
@@ -129,27 +129,23 @@ def test_order_and_number_of_micro_batches_do_not_matter(plain):
     assert_update(reversed_, plain)
     whole = batches.packed(TRAJECTORIES, head=False)
     assert whole.num_micro_batches == 2
-    spread = {
-        f.name: np.zeros_like(getattr(whole, f.name))
-        for f in dataclasses.fields(whole)
-        if isinstance(getattr(whole, f.name), np.ndarray)
-    }
-    for name, array in spread.items():
-        for place, (m, r) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-            array[place, 1] = getattr(whole, name)[m, r]
-    wide = batches.device_batch(dataclasses.replace(whole, **spread, num_micro_batches=4))
-    got, _ = run(PLAIN, wide)
+    spread = {}
+    for field in dataclasses.fields(whole):
+        if isinstance(array := getattr(whole, field.name), np.ndarray):
+            spread[field.name] = wide = np.zeros((4, *array.shape[1:]), array.dtype)
+            wide[:, 1] = array.reshape(4, *array.shape[2:])
+    got, _ = run(PLAIN, batches.device_batch(dataclasses.replace(whole, **spread)))
     assert_update(got, plain)
 
 
 def test_padding_may_hold_anything(plain):
-    """NaN and infinities where the mask is off, tokens and positions where the segment is 0, unused micro-batches."""
+    """NaN and infinities where the mask is off, tokens, positions and prefixes where the segment is 0."""
     noisy = batches.packed(TRAJECTORIES, head=False)
     empty, off = noisy.segment_ids == 0, ~noisy.mask
     noisy.tokens[empty], noisy.positions[empty] = 77, 5
     noisy.advantages[off], noisy.sampler_logprobs[off] = np.nan, np.inf
     noisy.target_tokens[off], noisy.sequences[off], noisy.ages[off], noisy.source[off] = 99, 3, -4, 23
-    noisy.tokens[noisy.num_micro_batches :] = 200
+    noisy.prefix_ids[empty], noisy.lengths[off] = 1, -2
     got, values = run(PLAIN, batches.device_batch(noisy))
     assert_update(got, plain)
     assert all(np.isfinite(v) for v in values.values())

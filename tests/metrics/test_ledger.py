@@ -150,7 +150,7 @@ def test_what_a_dead_process_sampled_after_its_checkpoint_is_lost(beyond):
     dead, resumed = trained_and_more(), Ledger()
     resumed.set_state(dead.get_state())
     dead.generated(beyond, samples=1)
-    assert resumed.book_lost(dead.get_state()) == Count(beyond, 1, 0)
+    assert resumed.book_lost(dead.total) == Count(beyond, 1, 0)
     resumed.check()
     assert resumed["lost"].tokens == beyond
     assert resumed.total == dead.total
@@ -158,4 +158,73 @@ def test_what_a_dead_process_sampled_after_its_checkpoint_is_lost(beyond):
 
 def test_a_ledger_on_disk_older_than_the_checkpoint_is_refused():
     with pytest.raises(LedgerError, match="older than the checkpoint"):
-        trained_and_more().book_lost(Ledger().get_state())
+        trained_and_more().book_lost(Count())
+
+
+# ------------------------------------------------------------------------------------------------- by age and by length
+
+
+def profiled() -> Ledger:
+    ledger = Ledger()
+    ledger.generated(1000, samples=4, groups=2)
+    ledger.move("in_flight", failed("engine_dead"), 5, samples=1, ages={0: 3, 2: 2}, lengths=[5])
+    ledger.move("in_flight", failed("grader_error"), 1, ages={2: 1})
+    ledger.move("in_flight", "buffered", 900, samples=3, groups=2)
+    ledger.move("buffered", "stale", 300, samples=1, groups=1, ages={5: 100, 17: 200}, lengths=[300])
+    ledger.move("buffered", "trained", 500, samples=2, groups=1, ages={0: 64, 1: 436}, lengths=[63, 437])
+    return ledger
+
+
+def test_what_ends_is_counted_by_age_and_by_length():
+    values = profiled().scalars()
+    check_names(values)
+    by_age = {n.partition("tokens_")[2]: v for n, v in values.items() if "_age_" in n}
+    assert by_age == {
+        "trained_age_0": 64, "trained_age_1": 436, "stale_age_4-7": 100, "stale_age_16+": 200, "failed_age_0": 3,
+        "failed_age_2": 3,
+    }  # fmt: skip
+    by_length = {n.partition("samples_")[2]: v for n, v in values.items() if "_length_" in n}
+    assert by_length == {
+        "trained_length_0-63": 1, "trained_length_256-1023": 1, "stale_length_256-1023": 1, "failed_length_0-63": 1
+    }  # fmt: skip
+
+
+def test_the_profile_is_a_table_by_reason():
+    lines = profiled().profile().splitlines()
+    assert "| failed/engine_dead | 3 | 0 | 2 | 0 | 0 | 0 | 0 |" in lines
+    assert "| stale | 0 | 0 | 0 | 0 | 100 | 0 | 200 |" in lines
+    assert "| trained | 1 | 0 | 1 | 0 | 0 | 0 |" in lines
+    assert trained_and_more().profile() == ""
+
+
+def test_ages_and_lengths_are_kept():
+    ledger = Ledger()
+    ledger.set_state(json.loads(json.dumps(profiled().get_state())))
+    assert ledger.scalars() == profiled().scalars()
+    assert ledger.profile() == profiled().profile()
+
+
+def test_a_ledger_from_before_they_were_counted_is_read():
+    state = {name: part for name, part in profiled().get_state().items() if name in ("generated", "bins")}
+    ledger = Ledger()
+    ledger.set_state(state)
+    assert ledger["trained"] == Count(500, 2, 1)
+    assert ledger.profile() == ""
+
+
+@pytest.mark.parametrize("wrong", [{"ages": {0: 4}}, {"lengths": [5, 5]}, {"ages": {0: 5}, "lengths": []}])
+def test_ages_and_lengths_must_be_those_of_what_moves(wrong):
+    ledger = Ledger()
+    ledger.generated(5, samples=1)
+    with pytest.raises(LedgerError, match="are not those of"):
+        ledger.move("in_flight", "aborted", 5, samples=1, **wrong)
+    assert ledger["in_flight"].tokens == 5
+
+
+def test_the_newest_of_what_is_known_says_what_is_lost():
+    """The ledger on disk is written update by update, the journal group by group."""
+    ledger = Ledger()
+    ledger.set_state(trained_and_more().get_state())
+    total = ledger.total
+    lost = ledger.book_lost(Count(total.tokens + 5, total.samples, 0), Count(total.tokens, total.samples + 2, 9))
+    assert lost == Count(5, 2, 9 - total.groups)

@@ -11,8 +11,8 @@ from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.util import tensor_util
 
-from rlx.metrics.names import GROUPS, METRICS
-from rlx.metrics.tensorboard import TensorBoard, flatten, samples_table
+from rlx.metrics.names import METRICS
+from rlx.metrics.tensorboard import OUTCOMES, TensorBoard, flatten, samples_table
 from rlx.types import Sample, StopReason, Task
 
 CONFIG = {"learner": {"learning_rate": 1e-4, "updates": 3}, "lora": {"targets": ("q_proj",)}, "on": True}
@@ -89,18 +89,25 @@ def test_a_histogram_refuses_values_without_a_bucket(tmp_path, given, message):
         board.histogram("offpolicy/age", np.array(given), step=0)
 
 
-def test_the_dashboard_has_the_groups_of_the_table_and_each_scalar_once(tmp_path):
+def test_the_dashboard_is_written_at_the_start(tmp_path):
     TensorBoard(tmp_path, -1, CONFIG).close()
-    [(_, content)] = tensors(read(tmp_path), "custom_scalars__config__")
-    layout = layout_pb2.Layout.FromString(content.item())
-    assert [category.title for category in layout.category] == list(GROUPS)
-    tags = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
-    assert sorted(tags) == sorted(m.pattern for m in METRICS if m.kind == "scalar")
-    kl = next(chart for category in layout.category for chart in category.chart if chart.title == "KL")
-    assert list(kl.multiline.tag) == [f"^offpolicy/kl_{k}$" for k in ("k1", "k2", "k3")]
-    for category in layout.category:
-        titles = [chart.title for chart in category.chart]
-        assert len(set(titles)) == len(titles)
+    [(step, content)] = tensors(read(tmp_path), "custom_scalars__config__")
+    titles = [category.title for category in layout_pb2.Layout.FromString(content.item()).category]
+    assert (step, titles[0]) == (0, "Is it learning?")
+
+
+def test_runs_are_compared_by_their_settings_and_a_few_outcomes(tmp_path):
+    TensorBoard(tmp_path, -1, CONFIG).close()
+    tags = read(tmp_path).PluginTagToContent("hparams")
+    content = tags[hparams_metadata.EXPERIMENT_TAG]
+    experiment = hparams_metadata.parse_experiment_plugin_data(content)
+    kinds = {info.name: info.type for info in experiment.hparam_infos}
+    assert kinds == {
+        "learner.learning_rate": api_pb2.DATA_TYPE_FLOAT64,
+        "learner.updates": api_pb2.DATA_TYPE_FLOAT64,
+        "lora.targets": api_pb2.DATA_TYPE_STRING,
+    }, "not the switches of other sections"
+    assert [info.name.tag for info in experiment.metric_infos] == list(OUTCOMES)
 
 
 def test_a_pattern_of_the_dashboard_matches_its_tags_only():

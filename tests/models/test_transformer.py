@@ -53,7 +53,7 @@ def value_and_gradient(remat, params, batch, mixing):
     """Hidden states, and the gradient of Σ mixing · hidden with respect to every parameter."""
 
     def total(params):
-        hidden = forward(ARCH, params, *batch, remat=remat)
+        hidden = forward(ARCH, params, *batch, remat="layer" if remat else "none")
         return (mixing * hidden).sum(), hidden
 
     (_, hidden), gradient = jax.value_and_grad(total, has_aux=True)(params)

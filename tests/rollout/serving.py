@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx.assemble import device_batch
 from rlx.config.schema import EngineConfig
 from rlx.data.packing import PackingConfig, Trajectory, pack
-from rlx.learner.step import Batch, StepConfig, batch_targets, slice_loss
+from rlx.learner.step import MicroBatch, StepConfig, slice_loss
 from rlx.models.spec import Architecture, Params
 from rlx.rollout.engine import Completion, Request
 from rlx.rollout.local import LocalEngine
@@ -27,13 +26,10 @@ def make_engine(
     params: Params,
     config: EngineConfig = CONFIG,
     *,
-    max_new_tokens: int = 10,
     head_size: int = 4,
     stop_ids: tuple[int, ...] = (),
 ) -> LocalEngine:
-    return LocalEngine(
-        arch, config, params, version=0, max_new_tokens=max_new_tokens, head_size=head_size, stop_ids=stop_ids
-    )
+    return LocalEngine(arch, config, params, version=0, head_size=head_size, stop_ids=stop_ids)
 
 
 def ask(
@@ -67,10 +63,8 @@ def assert_same(got: Completion, wanted: Completion, tolerance: float = 2e-5) ->
 
 
 @partial(jax.jit, static_argnums=0)
-def _largest_gap(config: StepConfig, params: Params, batch: Batch) -> jax.Array:
-    targets = batch_targets(config, batch)
-    one = lambda i: slice_loss(config, params, params, batch, targets, i)[1].maxima["offpolicy/logprob_gap_max"]  # noqa: E731
-    return jax.lax.map(one, jnp.arange(batch.mask.shape[0])).max()
+def _largest_gap(config: StepConfig, params: Params, batch: MicroBatch) -> jax.Array:
+    return slice_loss(config, params, params, batch)[1].maxima["offpolicy/logprob_gap_max"]
 
 
 def trainer_gap(
@@ -97,5 +91,5 @@ def trainer_gap(
             )
         )
     packed = pack(trajectories, PackingConfig(row_tokens=64, row_targets=48, rows=2, capacity=4, head_size=0))
-    config = StepConfig(arch, base_objective(loss="reinforce"), None, temperature, False, "float32", None, 12)
-    return float(_largest_gap(config, params, device_batch(packed)))
+    config = StepConfig(arch, base_objective(loss="reinforce"), None, temperature, "none", "float32", None, 12)
+    return max(float(_largest_gap(config, params, micro_batch)) for micro_batch in device_batch(packed))

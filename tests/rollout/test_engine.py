@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlx.rollout.engine import Completion, EngineError, Request, check_completion, check_request
+from rlx.rollout.engine import Completion, EngineError, Request, RequestRefused, check_completion, check_request
 from rlx.types import StopReason, TopK, VersionSpan
 
 GOOD = Request("7:sums/3", np.arange(5, dtype=np.int32), seeds=(0, 2**32 - 1), max_new_tokens=1, temperature=0.0)
@@ -34,7 +34,7 @@ def test_good_requests_pass(dtype):
     ],
 )
 def test_others_are_refused(change, said):
-    with pytest.raises(EngineError, match=f"request 7:sums/3: .*{said}"):
+    with pytest.raises(RequestRefused, match=f"request 7:sums/3: .*{said}"):
         check_request(dataclasses.replace(GOOD, **change), vocab_size=5, context=6)
 
 
@@ -72,6 +72,37 @@ def test_good_answers_pass():
 def test_other_answers_are_refused(change, said):
     with pytest.raises(EngineError, match=f"request 7:sums/3: the engine returned .*{said}"):
         check_completion(ASKED, dataclasses.replace(ANSWER, **change))
+
+
+TWO = np.zeros((2, 2), np.int32), np.full((2, 2), -1.0, np.float32)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"tokens": ANSWER.tokens[:0]}, "empty"),
+        ({"tokens": np.arange(4, dtype=np.int32)}, "length"),
+        ({"tokens": np.array([4.0, 0.0])}, "tokens"),
+        ({"tokens": np.array([4, -1])}, "tokens"),
+        ({"logprobs": ANSWER.logprobs[:1]}, "short"),
+        ({"logprobs": np.array([np.nan, -1], np.float32)}, "nonfinite"),
+        ({"logprobs": np.array([-1, 0.01], np.float32)}, "logprobs"),
+        ({"version_spans": ()}, "spans"),
+        ({"head": TopK(TWO[0][:1], TWO[1][:1])}, "head"),
+        ({"head": TopK(TWO[0], TWO[1][:, :1])}, "head"),
+        ({"head": TopK(TWO[0][0], TWO[1][0])}, "head"),
+        ({"head": TopK(*TWO)}, "head"),  # an id twice
+    ],
+)
+def test_what_is_wrong_has_a_name_to_count_it_by(change, reason):
+    with pytest.raises(EngineError) as caught:
+        check_completion(ASKED, dataclasses.replace(ANSWER, **change))
+    assert caught.value.reason == reason
+
+
+def test_rounding_may_make_a_log_prob_slightly_positive():
+    logprobs = np.array([1e-5, -1], np.float32)
+    assert check_completion(ASKED, dataclasses.replace(ANSWER, logprobs=logprobs, head=None)) is None
 
 
 @pytest.mark.parametrize("limit, count", [(1, 2), (3, 0)])

@@ -1,23 +1,24 @@
-"""`token_stats`: one entry for every implementation of the log-prob head, and the choice between them."""
+"""`token_stats` and `token_loss`: one entry for every implementation of the log-prob head, and the choice between them."""
 
 import difflib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rlx_kernels.logprob import reference, xla
+from rlx_kernels.logprob import fused, mosaic, reference, xla
+from rlx_kernels.logprob.precision import PRECISIONS, Precision, resolve
 from rlx_kernels.logprob.reference import TokenStats
 
-__all__ = ["TokenStats", "token_stats", "unsupported_reason"]
+__all__ = ["Precision", "TokenStats", "token_loss", "token_stats", "unsupported_reason"]
 
 
 class Implementation(NamedTuple):
-    """token_stats(hidden, head, targets, candidates, *, temperature, vocab_axis) and
-    unsupported_reason(hidden, head, targets, candidates, vocab_axis), both on checked arguments."""
+    """token_stats(hidden, head, targets, candidates, *, temperature, vocab_axis, precision) and
+    unsupported_reason(hidden, head, targets, candidates, vocab_axis, precision), both on checked arguments."""
 
     name: str
     automatic: bool  # implementation=None may choose it
@@ -27,6 +28,7 @@ class Implementation(NamedTuple):
 
 # In order of preference. The dense one is never chosen unasked: its memory is that of the logits.
 IMPLEMENTATIONS = (
+    Implementation("mosaic", True, mosaic.token_stats, mosaic.unsupported_reason),
     Implementation("xla", True, xla.token_stats, xla.unsupported_reason),
     Implementation("reference", False, reference.token_stats, reference.unsupported_reason),
 )
@@ -40,13 +42,20 @@ def token_stats(
     *,
     temperature: float = 1.0,
     vocab_axis: str | None = None,
+    precision: Precision | None = None,
     implementation: str | None = None,
 ) -> TokenStats:
     """Statistics of softmax(hidden @ head.T / temperature) at each token, float32, in nats.
 
     Differentiable (reverse mode, once) in `hidden` and `head` through every output; a head that is not differentiated
-    costs nothing in the backward pass. `hidden` and `head` are both float32 or both bfloat16, products accumulate in
-    float32. Ids lie in [0, V); an id outside gives NaN at its place. Candidates may repeat and may hold the target.
+    costs nothing in the backward pass. Ids lie in [0, V); an id outside gives NaN at its place. Candidates may repeat
+    and may hold the target.
+
+    `hidden` and `head` are float32 or bfloat16, each for itself. `precision` is that of the matrix products, forwards
+    and backwards, which always accumulate in float32: "bfloat16", "bfloat16_3x" (three bfloat16 products, about
+    float32's accuracy on matrix units), "tensorfloat32", "float32"; None is "bfloat16" where both arrays are bfloat16,
+    else "float32". An "FP32 head" (arXiv 2506.13585) is float32 `hidden`, not rounded after the last norm, with
+    precision "float32", over a head of either dtype.
 
     Inside `jax.shard_map`, `vocab_axis` names the mesh axis over which the head's rows are sharded, in order: `head`
     is then this device's [V / shards, D], ids stay those of the whole vocabulary, every output is the whole
@@ -62,9 +71,58 @@ def token_stats(
     online softmax of arXiv 1805.02867 with one more moment; recomputing logits instead of keeping them follows
     Cut Cross-Entropy, arXiv 2411.09009.
     """
-    check_arguments(hidden, head, targets, candidates, temperature)
-    serving = _resolve(implementation, hidden, head, targets, candidates, vocab_axis)
-    return serving.token_stats(hidden, head, targets, candidates, temperature=temperature, vocab_axis=vocab_axis)
+    check_arguments(hidden, head, targets, candidates, temperature, precision)
+    precision = resolve(precision, hidden, head)
+    serving = _resolve(implementation, hidden, head, targets, candidates, vocab_axis, precision)
+    return serving.token_stats(
+        hidden, head, targets, candidates, temperature=temperature, vocab_axis=vocab_axis, precision=precision
+    )
+
+
+def token_loss(
+    loss_fn: Callable[[TokenStats, Any], Float[Array, ""]],
+    hidden: Float[Array, "tokens width"],
+    head: Float[Array, "vocab width"],
+    targets: Int[Array, "tokens"],
+    candidates: Int[Array, "tokens candidates"] | None,
+    arguments: Any = (),
+    *,
+    temperature: float = 1.0,
+    vocab_axis: str | None = None,
+    precision: Precision | None = None,
+) -> tuple[Float[Array, ""], TokenStats]:
+    """(loss_fn(stats, arguments), stats) as with `token_stats`, the gradient taken in the forward pass.
+
+    Differentiated, it multiplies by the head's matrix once forwards and once for each array that trains: two products
+    for a frozen head, three for a trained one, where `token_stats` needs one more. Legal only where the loss is a sum
+    over tokens, loss = Σ_t f_t(stats_t): `loss_fn` is called on chunks of consecutive tokens, and its value on all of
+    them must be the sum of its values on the chunks. A mean over tokens is a sum whose denominator is an argument;
+    ratios or clips of whole sequences are not sums, and nothing can notice that: use `token_stats` for them.
+
+    `loss_fn(stats, arguments)` gets the statistics of a chunk and the same rows of every array in `arguments` (a pytree
+    of arrays [T, ...], and scalars, which it gets whole) and returns a float32 scalar. Gradients flow to `hidden` and
+    `head` only: `arguments` and the statistics that are returned, for metrics, are constants, and `loss_fn` must not
+    close over arrays that are differentiated. Not differentiated, it costs what `token_stats` does. Do not wrap it in
+    `jax.checkpoint`. The other parameters are those of `token_stats`; it runs in XLA on every backend.
+
+    Raises:
+      ValueError: as `token_stats`, or a loss that is no float32 scalar or differs between shards of the vocabulary.
+    """
+    check_arguments(hidden, head, targets, candidates, temperature, precision)
+    _check_loss_arguments(arguments, hidden.shape[0])
+    precision = resolve(precision, hidden, head)
+    _resolve("xla", hidden, head, targets, candidates, vocab_axis, precision)
+    return fused.token_loss(
+        loss_fn,
+        hidden,
+        head,
+        targets,
+        candidates,
+        arguments,
+        temperature=temperature,
+        vocab_axis=vocab_axis,
+        precision=precision,
+    )
 
 
 def unsupported_reason(
@@ -75,6 +133,7 @@ def unsupported_reason(
     candidates: Int[Array, "tokens candidates"] | None,
     *,
     vocab_axis: str | None = None,
+    precision: Precision | None = None,
 ) -> str | None:
     """Why `implementation` cannot serve these arguments here, None if it can. ValueError for an unknown name."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -82,44 +141,51 @@ def unsupported_reason(
         return (
             f"vocab_axis={vocab_axis!r} is not a manual mesh axis here ({_listed(manual)}): call inside jax.shard_map"
         )
-    return _find(implementation).unsupported_reason(hidden, head, targets, candidates, vocab_axis)
+    precision = resolve(precision, hidden, head)
+    return _find(implementation).unsupported_reason(hidden, head, targets, candidates, vocab_axis, precision)
 
 
-def _resolve(name, hidden, head, targets, candidates, vocab_axis) -> Implementation:
+def _resolve(name, hidden, head, targets, candidates, vocab_axis, precision) -> Implementation:
     tried = [_find(name)] if name is not None else [i for i in IMPLEMENTATIONS if i.automatic]
     reasons = []
     for implementation in tried:
-        reason = unsupported_reason(implementation.name, hidden, head, targets, candidates, vocab_axis=vocab_axis)
+        reason = unsupported_reason(
+            implementation.name, hidden, head, targets, candidates, vocab_axis=vocab_axis, precision=precision
+        )
         if reason is None:
             return implementation
         reasons.append(f"{implementation.name}: {reason}")
-    raise ValueError("token_stats cannot be served here by " + "; ".join(reasons))
+    raise ValueError("the log-prob head cannot be served here by " + "; ".join(reasons))
 
 
 def _find(name: str) -> Implementation:
     for implementation in IMPLEMENTATIONS:
         if implementation.name == name:
             return implementation
-    names = [i.name for i in IMPLEMENTATIONS]
+    raise ValueError(_unknown("implementation", name, [i.name for i in IMPLEMENTATIONS]))
+
+
+def _unknown(argument: str, name: str, names) -> str:
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"implementation={name!r} is unknown; nearest: {nearest!r}, all: {_listed(names)}, or None")
+    return f"{argument}={name!r} is unknown; nearest: {nearest!r}, all: {_listed(names)}, or None"
 
 
-def check_arguments(hidden, head, targets, candidates, temperature):
+def check_arguments(hidden, head, targets, candidates, temperature, precision):
     if isinstance(temperature, jax.core.Tracer) or not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(
             f"temperature={temperature} must be a finite Python number above 0, static under jit; "
             "for greedy sampling at temperature 0 score the policy at 1.0"
         )
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(_unknown("precision", precision, PRECISIONS))
     if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1] or 0 in (*hidden.shape, *head.shape):
         raise ValueError(
             f"hidden {hidden.shape} and head {head.shape} must be [T, D] and [V, D] of the same D, none of them 0: "
             "flatten the batch, and transpose a head stored as [D, V]"
         )
-    if hidden.dtype != head.dtype or hidden.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(
-            f"hidden is {hidden.dtype} and head {head.dtype}; both must be float32 or both bfloat16: cast one"
-        )
+    for name, x in (("hidden", hidden), ("head", head)):
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"{name} is {x.dtype}; it must be float32 or bfloat16: cast it")
     for name, ids, ndim in (("targets", targets, 1), ("candidates", candidates, 2)):
         if ids is None:
             continue
@@ -127,6 +193,16 @@ def check_arguments(hidden, head, targets, candidates, temperature):
             wanted = "[T]" if ndim == 1 else "[T, K]"
             raise ValueError(
                 f"{name} {ids.dtype}{list(ids.shape)} must be signed integers {wanted} with T = {hidden.shape[0]}"
+            )
+
+
+def _check_loss_arguments(arguments, tokens: int):
+    for path, x in jax.tree_util.tree_leaves_with_path(arguments):
+        shape = jnp.shape(x)
+        if shape and shape[0] != tokens:
+            raise ValueError(
+                f"arguments{jax.tree_util.keystr(path)} has shape {shape}; every array of the loss must be a scalar or "
+                f"[T, ...] with T = {tokens}, because loss_fn gets chunks of tokens"
             )
 
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from rlx_kernels.logprob.precision import Precision, product
+
 
 class TokenStats(NamedTuple):
     """What the objectives need of the softmax over the vocabulary at each of T tokens: float32, in nats."""
@@ -18,8 +20,15 @@ class TokenStats(NamedTuple):
 
 
 def unsupported_reason(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, candidates: jax.Array | None, vocab_axis: str | None
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    candidates: jax.Array | None,
+    vocab_axis: str | None,
+    precision: Precision,
 ) -> str | None:
+    if precision in ("bfloat16_3x", "tensorfloat32"):
+        return f"precision={precision!r} has no dense definition: use 'float32' or 'bfloat16'"
     return None
 
 
@@ -31,9 +40,10 @@ def token_stats(
     *,
     temperature: float,
     vocab_axis: str | None,
+    precision: Precision,
 ) -> TokenStats:
     """`rlx_kernels.logprob.token_stats` with dense logits: several T·V float32 arrays are alive at once."""
-    logits = lax.dot_general(hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) / temperature
+    logits = product(hidden, head, 1, 1, precision) / temperature
     top = _over_shards(lax.pmax, lax.stop_gradient(logits.max(1)), vocab_axis)
     logsumexp = top + jnp.log(_over_shards(lax.psum, jnp.exp(logits - top[:, None]).sum(1), vocab_axis))
     logprobs = logits - logsumexp[:, None]

@@ -1,0 +1,149 @@
+"""rlx's GRPO on the work of `work.py`, step by step on command: `python -m bench.peers.rlx_grpo MODEL [CACHE]`.
+
+What runs is a training run as `rlx train` opens it, and the phases of its loop (`rollout`, `select`, `learn`, `report`)
+with everything that they do in one: the embedded engine, grading in worker processes, packing, the update, publishing,
+and records of every sample, metric and the ledger on disk and for TensorBoard. Left out are the evaluations and
+checkpoints around the loop, which the other sides do not make either. Two things differ from a run of a recipe: the
+scoring function, and that the engine is given no stop tokens.
+
+CACHE is a directory for XLA's persistent cache; without one everything is compiled anew.
+`python -m bench.peers.rlx_grpo --write MODEL` writes the model and tokenizer that all sides read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rlx.run
+from bench.peers import work
+from bench.peers.scoring import score
+from configs import base
+from rlx import assemble
+from rlx.config.parse import parse
+from rlx.config.schema import Config
+from rlx.envs.graders import GraderPool
+from rlx.feed import Feed
+from rlx.models.hf import save_params
+from rlx.models.spec import Architecture, init_params
+from rlx.scoring import score_shown
+from rlx.train import learn, report, rollout, select, whole_moment
+
+ARCH = Architecture(
+    model_type="qwen3",
+    vocab_size=work.VOCABULARY,
+    hidden_size=work.WIDTH,
+    intermediate_size=work.FFN,
+    num_layers=work.LAYERS,
+    num_heads=work.HEADS,
+    num_kv_heads=work.KV_HEADS,
+    head_dim=work.HEAD_DIM,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
+    tied=True,
+    max_positions=2048,
+)
+TASKS = 512
+TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+
+
+def write_model(directory: Path) -> None:
+    """Random weights, and a tokenizer whose tokens are the ids themselves."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    save_params(directory, ARCH, init_params(ARCH, jax.random.key(0)), "float32")
+    vocabulary = {str(i) if i else work.WORD_0: i for i in range(work.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=work.WORD_0))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": work.WORD_0, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def make_config(model: str, runs: Path, cache: str) -> Config:
+    tasks = runs / "tasks.jsonl"
+    lines = [json.dumps({"question": work.question(i), "answer": "2", "grader": "exact"}) for i in range(TASKS)]
+    tasks.write_text("\n".join(lines), encoding="utf-8")
+    c = base.get_config()
+    c.run.name, c.run.directory, c.run.compilation_cache = "grpo", str(runs), cache
+    c.model.path, c.model.remat = model, "none"
+    c.lora.rank = 0
+    c.tasks.sources.ids = base.source(path=str(tasks))
+    c.tasks.held_out = 1
+    c.grader.extract = "all"
+    c.rollout.tasks_per_update, c.rollout.group_size = work.PROMPTS, work.SAMPLES
+    c.rollout.max_new_tokens, c.rollout.head_size = work.NEW_TOKENS, 0
+    c.engine.slots, c.engine.context = work.SEQUENCES, work.PROMPT_TOKENS + work.NEW_TOKENS
+    c.engine.prefill_buckets, c.engine.prefill_rows = (work.PROMPT_TOKENS,), work.PROMPTS
+    c.engine.steps_per_dispatch = work.NEW_TOKENS
+    c.learner.updates = 10**6
+    c.learner.learning_rate, (c.learner.b1, c.learner.b2) = work.LEARNING_RATE, work.BETAS
+    c.learner.eps, c.learner.max_grad_norm = work.EPSILON, work.CLIP_NORM
+    c.learner.row_tokens, c.learner.row_targets = work.PROMPT_TOKENS + work.NEW_TOKENS, work.NEW_TOKENS
+    # As fast as all rows at once on a CPU, with a tenth of the activations; prompts are too short to share with gain.
+    c.learner.micro_batch_rows, c.learner.prefix_sharing = 8, False
+    c.objective.advantage, c.objective.loss, c.objective.centering = "group_std", "ppo_clip", "off"
+    return parse(c)
+
+
+def step(run: rlx.run.Run, feed: Feed) -> dict[str, float]:
+    """One turn of the loop in `rlx.train.train`."""
+    run.preemption.check()
+    compiled = run.compilations.count
+    batch = rollout(run, feed)
+    packed = select(run, batch)
+    scores = score_shown(run, batch.groups)
+    learned = learn(run, feed, batch, packed)
+    run.progress.update += 1
+    report(run, feed, batch, packed, learned, scores, compiled=run.compilations.count > compiled)
+    whole_moment(run, feed)
+    jax.block_until_ready(run.state)
+    return {
+        "generated": sum(s.num_written for g in batch.groups for s in g.samples),
+        "trained": int(packed.mask.sum()),
+        "advantage": float(np.abs(packed.advantages[packed.mask]).mean()),
+    }
+
+
+def matrix_product() -> Callable[[], object]:
+    square = jnp.ones((work.MATRIX, work.MATRIX), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    return lambda: product(square, square).block_until_ready()
+
+
+def main() -> None:
+    if sys.argv[1] == "--write":
+        write_model(Path(sys.argv[2]))
+        return
+    channel = work.Channel(matrix_product)
+    # A recipe chooses among rlx's graders; this is the one place that a scoring function of one's own goes through.
+    rlx.run.GraderPool = functools.partial(GraderPool, score=score)  # type: ignore[assignment]
+    with contextlib.ExitStack() as stack:
+        runs = stack.enter_context(tempfile.TemporaryDirectory())
+        cache = sys.argv[2] if len(sys.argv) > 2 else ""
+        run = stack.enter_context(rlx.run.open_training(make_config(sys.argv[1], Path(runs), cache)))
+        never = dataclasses.replace(run.model.tokenizer, stop_token_ids=())
+        run.model = dataclasses.replace(run.model, tokenizer=never)
+        run.engine = assemble.make_engine(run.config, run.model, run.policy(), run.version)
+        leaves = jax.tree.leaves(run.state.trainable)
+        channel.say(parameters=sum(x.size for x in leaves), dtypes=sorted({str(x.dtype) for x in leaves}))
+        feed = stack.enter_context(run.open_feed())
+        while channel.step_is_wanted():
+            channel.say(**step(run, feed))
+        channel.say(seconds=run.timers.totals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""`grouped_matmul`: one entry for every implementation, and the choice between them."""
+
+import difflib
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from rlx_kernels.grouped_matmul import xla
+
+__all__ = ["grouped_matmul", "unsupported_reason"]
+
+
+class Implementation(NamedTuple):
+    """grouped_matmul(x, weights, group_sizes), unsupported_reason(x, weights), and where None may choose it."""
+
+    name: str
+    automatic: tuple[str, ...]  # platforms
+    grouped_matmul: Callable[..., jax.Array]
+    unsupported_reason: Callable[..., str | None]
+
+
+def grouped_matmul(
+    x: Float[Array, "rows width"],
+    weights: Float[Array, "groups width out"],
+    group_sizes: Int[Array, "groups"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "rows out"]:
+    """Rows of x times the matrix of their group: the first group_sizes[0] with weights[0], the next with weights[1] ...
+
+    Groups may be empty. Rows after the last group give zeros and get zero gradients. Sums accumulate in float32 and are
+    returned in x's dtype; differentiable (reverse mode, once) in `x` and `weights`. The sizes must not add up to more
+    than the rows: they are traced, so this is not checked, and which rows then lose their product is not defined.
+
+    `implementation` is "xla" (blocks of rows, exact, on any backend), "tokamax" (kernels for GPU and TPU), "ragged_dot"
+    (`jax.lax.ragged_dot`: native on a TPU; elsewhere XLA makes it a masked product of all rows for each group),
+    or None: the first of tokamax, ragged_dot, xla that is made for this platform and can serve.
+
+    Raises:
+      ValueError: arguments that do not fit each other, or an implementation that is unknown or cannot serve them.
+
+    Source: the grouped product of dropless mixtures of experts, MegaBlocks, arXiv 2211.15841.
+    """
+    check_arguments(x, weights, group_sizes)
+    return _resolve(implementation, x, weights).grouped_matmul(x, weights, group_sizes)
+
+
+def unsupported_reason(
+    implementation: str, x: Float[Array, "rows width"], weights: Float[Array, "groups width out"]
+) -> str | None:
+    """Why `implementation` cannot serve these arguments here, None if it can. ValueError for an unknown name."""
+    return _find(implementation).unsupported_reason(x, weights)
+
+
+def tokamax_grouped_matmul(x, weights, group_sizes):
+    """tokamax's kernel, never its fallback to a dense product."""
+    import tokamax  # an optional dependency
+
+    out = tokamax.ragged_dot(x, weights, group_sizes, preferred_element_type=x.dtype, implementation="mosaic")
+    # what it leaves in rows of no group is not defined
+    return jnp.where(jnp.arange(x.shape[0])[:, None] < group_sizes.sum(), out, 0)
+
+
+def tokamax_unsupported_reason(x, weights) -> str | None:
+    if importlib.util.find_spec("tokamax") is None:
+        return "the package tokamax is not installed: pip install tokamax"
+    platform = jax.default_backend()
+    if platform not in ("gpu", "tpu"):
+        return f"needs a GPU or a TPU; the default backend is {platform}"
+    if x.dtype != jnp.bfloat16:
+        return f"its kernels take bfloat16, not {x.dtype}: cast x and weights, or use 'xla'"
+    return None
+
+
+def ragged_dot(x, weights, group_sizes):
+    return lax.ragged_dot(x, weights, group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _serves_everything(x, weights) -> None:
+    return None
+
+
+# In order of preference.
+IMPLEMENTATIONS = (
+    Implementation("tokamax", ("gpu",), tokamax_grouped_matmul, tokamax_unsupported_reason),
+    Implementation("ragged_dot", ("tpu",), ragged_dot, _serves_everything),
+    Implementation("xla", ("cpu", "gpu", "tpu"), xla.grouped_matmul, _serves_everything),
+)
+
+
+def _resolve(name, x, weights) -> Implementation:
+    platform = jax.default_backend()
+    tried = [_find(name)] if name is not None else [i for i in IMPLEMENTATIONS if platform in i.automatic]
+    reasons = []
+    for implementation in tried:
+        reason = implementation.unsupported_reason(x, weights)
+        if reason is None:
+            return implementation
+        reasons.append(f"{implementation.name}: {reason}")
+    raise ValueError("grouped_matmul cannot be served here by " + "; ".join(reasons))
+
+
+def _find(name: str) -> Implementation:
+    for implementation in IMPLEMENTATIONS:
+        if implementation.name == name:
+            return implementation
+    names = [i.name for i in IMPLEMENTATIONS]
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    raise ValueError(f"implementation={name!r} is unknown; nearest: {nearest!r}, all: {', '.join(names)}, or None")
+
+
+def check_arguments(x, weights, group_sizes):
+    if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1] or 0 in (*x.shape, *weights.shape):
+        raise ValueError(
+            f"x {x.shape} and weights {weights.shape} must be [T, D] and [E, D, F] of the same D, none of them 0"
+        )
+    if x.dtype != weights.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"x is {x.dtype} and weights {weights.dtype}; both must be float32 or both bfloat16: cast one")
+    if group_sizes.shape != weights.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"group_sizes {group_sizes.dtype}{list(group_sizes.shape)} must be integers [E] with E = {weights.shape[0]}"
+        )

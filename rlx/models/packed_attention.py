@@ -1,0 +1,95 @@
+"""Attention over packed rows as the update runs it: dense within a row, with a backward pass of its own.
+
+Kept for the backward pass are the inputs, the output O and the log-sum-exp L of each query's scores S. With
+P = e^(S - L) where seen, else 0, and cotangent dO (arXiv 2205.14135, appendix B):
+
+    dV = Pᵀ dO    dS = P ∘ (dO Vᵀ - Σ_d dO_d O_d)    dQ = dS K / √D    dK = dSᵀ Q / √D
+
+All products run over arrays in which the heads of one key head lie below each other, [rows, kv_heads, heads · T, D]: that
+way nothing of size T × T is ever transposed, and the sum over those heads is part of the product.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from rlx.models.layers import KEPT, wide
+
+
+@jax.custom_vjp
+def packed_attention(
+    query: Float[Array, "rows t heads d"],
+    key: Float[Array, "rows t kv_heads d"],
+    value: Float[Array, "rows t kv_heads d"],
+    allowed: Bool[Array, "rows t t"],
+) -> Float[Array, "rows t heads d"]:
+    """Grouped-query softmax attention (arXiv 2305.13245) over the keys that `allowed` admits; zeros where it admits none.
+
+    Scores and softmax are float32, or float64 where the inputs are.
+    """
+    return _forward(query, key, value, allowed)[0]
+
+
+def _forward(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Array, tuple[Array, ...]]:
+    query, key, value = (_stacked(x, key.shape[2]) for x in (query, key, value))
+    scores = _scores(query, key, allowed)
+    top = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    mass = weights.sum(-1, keepdims=True)
+    out = _product("rkqs,rksd->rkqd", weights.astype(value.dtype), value) / mass
+    out = _seeing(allowed, _unstacked(out.astype(value.dtype), allowed.shape[1]))
+    out, logsumexp = checkpoint_name((out, top + jnp.log(mass)), KEPT)
+    return out, (query, key, value, allowed, out, logsumexp)
+
+
+def _backward(kept: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, allowed, out, logsumexp = kept
+    length, kv_heads = allowed.shape[1], key.shape[1]
+    d_out = _seeing(allowed, d_out)
+    shared = _stacked((wide(d_out) * wide(out)).sum(-1, keepdims=True), kv_heads)
+    d_out = _stacked(d_out, kv_heads)
+    weights = jnp.exp(_scores(query, key, allowed) - logsumexp)
+    d_weights = _product("rkqd,rksd->rkqs", d_out, value)
+    d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
+    d_query = _product("rkqs,rksd->rkqd", d_scores, key)
+    d_key = _product("rkqs,rkqd->rksd", d_scores, query)
+    d_value = _product("rkqs,rkqd->rksd", weights.astype(value.dtype), d_out)
+    given = ((d_query, query), (d_key, key), (d_value, value))
+    d_query, d_key, d_value = (_unstacked(d.astype(x.dtype), length) for d, x in given)
+    return d_query, d_key, d_value, None
+
+
+packed_attention.defvjp(_forward, _backward)
+
+
+def _stacked(x: Array, kv_heads: int) -> Array:
+    """[rows, T, heads, D] -> [rows, kv_heads, heads of each · T, D]"""
+    rows, length, heads, dim = x.shape
+    grouped = x.reshape(rows, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+    return grouped.reshape(rows, kv_heads, -1, dim)
+
+
+def _unstacked(x: Array, length: int) -> Array:
+    """[rows, kv_heads, heads of each · T, D] -> [rows, T, heads, D]"""
+    rows, kv_heads, _, dim = x.shape
+    return x.reshape(rows, kv_heads, -1, length, dim).transpose(0, 3, 1, 2, 4).reshape(rows, length, -1, dim)
+
+
+def _scores(query: Array, key: Array, allowed: Array) -> Array:
+    """[rows, kv_heads, heads of each · T, T], lowest where not allowed."""
+    scores = _product("rkqd,rksd->rkqs", query, key) * query.shape[-1] ** -0.5
+    rows, kv_heads, _, length = scores.shape
+    blocks = scores.reshape(rows, kv_heads, -1, length, length)
+    return jnp.where(allowed[:, None, None], blocks, jnp.finfo(scores.dtype).min).reshape(scores.shape)
+
+
+def _seeing(allowed: Array, x: Array) -> Array:
+    """`x` [rows, T, heads, D] where the query sees anything, else 0."""
+    return jnp.where(allowed.any(-1)[:, :, None, None], x, 0)
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))

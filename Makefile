@@ -108,6 +108,10 @@ docs: $(STAMP)  ## docs/configuration.md and docs/algorithms.md, from the code
 bench: $(STAMP)  ## every file of bench/ but vs_peers
 	@for file in $(sort $(filter-out bench/vs_peers.py,$(wildcard bench/*.py))); do echo "== $$file"; $(BIN)/python -m "bench.$$(basename "$$file" .py)" $(ARGS); done
 
+.PHONY: bench-kernels
+bench-kernels: $(STAMP)  ## the kernels beside dense XLA and, with EXTRAS=dev,bench, jax-cce: time, TFLOP/s, memory
+	$(BIN)/python -m rlx_kernels.bench $(ARGS)
+
 .PHONY: bench-peers
 bench-peers: $(STAMP)  ## whole GRPO steps beside google-tunix and TRL, whose environments it makes; takes minutes
 	$(BIN)/python -m bench.vs_peers $(ARGS)

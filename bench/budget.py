@@ -1,4 +1,4 @@
-"""What one update of the quickstart costs, part by part: decoding, prefill, the update by LoRA targets and remat.
+"""What one update of the quickstart costs by LoRA targets, share of targets and what is recomputed.
 
     make bench                         # or: python -m bench.budget [--rows 64] [--tokens 64] [--repeats 5]
 
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from configs import base
@@ -24,9 +23,9 @@ from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig, Trajectory, pack
 from rlx.learner.state import init_state, make_optimizer
 from rlx.learner.step import StepConfig, update
-from rlx.models import sampler
 from rlx.models.lora import adapter_scale
 from rlx.models.spec import LINEAR_NAMES, Architecture, Params, init_params
+from rlx.models.transformer import Remat
 from rlx.parallel.runtime import peak_host_memory_gib
 from rlx.types import TopK
 
@@ -66,7 +65,7 @@ def batch_of(rows: int, tokens: int, micro_batch_tokens: int, targets: float) ->
 
 
 def update_case(
-    config: Config, params: Params, targets: tuple[str, ...], remat: bool, shape: tuple
+    config: Config, params: Params, targets: tuple[str, ...], remat: Remat, shape: tuple
 ) -> Callable[[], None]:
     lora = dataclasses.replace(config.lora, targets=targets)
     optimizer = make_optimizer(config.learner)
@@ -80,25 +79,6 @@ def update_case(
     def run() -> None:
         held[0], scalars, _ = update(step, optimizer, held[0], params, batch)
         jax.block_until_ready(scalars)
-
-    return run
-
-
-def decode_case(params: Params, slots: int, head: int) -> Callable[[], None]:
-    config = sampler.SamplerConfig(slots, 96, 64, head, 4, ())
-    unstacked = sampler.unstack_layers(params)
-    state = sampler.init_slots(SMOLLM2, config, jnp.float32)
-    row = jnp.arange(slots)
-    zeros = jnp.zeros(slots, jnp.int32)
-    admission = sampler.Admission(row, zeros, zeros, zeros + 10**6, row.astype(jnp.uint32), jnp.ones(slots))
-    tokens = jnp.ones((8, 32), jnp.int32)
-    held = [state]
-
-    def run() -> None:
-        keys, values = sampler.prefill(SMOLLM2, unstacked, tokens)
-        held[0] = sampler.admit(held[0], keys, values, tokens, jnp.full(8, 32, jnp.int32), admission)
-        held[0] = sampler.decode(SMOLLM2, config, unstacked, held[0])
-        jax.block_until_ready(held[0].tokens)
 
     return run
 
@@ -118,24 +98,22 @@ def main() -> None:
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     total = arguments.rows * arguments.tokens
     cases = {
-        "update, LoRA on all linear layers, every token a target, remat": (
-            update_case(config, params, LINEAR_NAMES, True, whole),
+        "update, LoRA on all linear layers, every token a target, remat = layer": (
+            update_case(config, params, LINEAR_NAMES, "layer", whole),
             total,
         ),
-        "update, LoRA on attention, every token a target, remat": (
-            update_case(config, params, attention, True, whole),
+        "update, LoRA on attention, every token a target, remat = layer": (
+            update_case(config, params, attention, "layer", whole),
             total,
         ),
-        "update, LoRA on attention, half the tokens targets, remat": (
-            update_case(config, params, attention, True, half),
+        "update, LoRA on attention, half the tokens targets, remat = layer": (
+            update_case(config, params, attention, "layer", half),
             total,
         ),
-        "update, LoRA on attention, half the tokens targets, no remat": (
-            update_case(config, params, attention, False, half),
+        "update, LoRA on attention, half the tokens targets, remat = products": (
+            update_case(config, params, attention, "products", half),
             total,
         ),
-        "prefill of 8 x 32 and 4 decode steps, batch 64, head of 128": (decode_case(params, 64, HEAD), 4 * 64),
-        "prefill of 8 x 32 and 4 decode steps, batch 64, no head": (decode_case(params, 64, 0), 4 * 64),
     }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for repeat in range(arguments.repeats + 1):

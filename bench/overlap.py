@@ -5,7 +5,7 @@
 Two parts, real clock, interleaved runs, medians:
 
     apart      engines that sleep, as if they were another device: a collection takes as long to generate as to train
-    embedded   (--embedded) `rlx train` by configs/quickstart.py, engine and trainer on the same cores, at matched tokens
+    embedded   (--embedded) `rlx train` by configs/quickstart.py, engine and trainer on the same cores, a trained token
 
 The first shows what the loop can hide; the second what is left where both sides want the same cores.
 """

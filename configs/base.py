@@ -43,8 +43,8 @@ def get_config() -> ConfigDict:
     c.model = ConfigDict()
     c.model.path = ""  # a Hugging Face directory: config.json, safetensors, tokenizer
     c.model.dtype = "float32"  # float32 | bfloat16: weights in memory and matrix products
-    c.model.remat = "auto"  # none | products | layer: the backward pass recomputes nothing | all but matrix products and
-    #                         attention | whole layers; auto = products where those of a micro-batch fit in 2 GiB
+    c.model.remat = "auto"  # none | products | layer: the backward pass recomputes nothing | all but matrix products
+    #                         and attention | whole layers; auto = products where they fit in 2 GiB, else layer
 
     c.lora = ConfigDict()
     c.lora.rank = 16  # 0 = train every parameter
@@ -120,7 +120,9 @@ def get_config() -> ConfigDict:
     c.learner.micro_batch_rows = 4  # rows whose activations are held at once
     c.learner.prefix_sharing = True  # compute a prompt once for all samples of its group in a row
     c.learner.nonfinite_limit = 3  # skipped updates in a row that stop the run
-    c.learner.logprob_implementation = "auto"  # auto | reference | xla
+    c.learner.logprob_implementation = "auto"  # auto | reference | xla | mosaic
+    # auto: what the dtypes say | bfloat16 | bfloat16_3x | tensorfloat32 (NVIDIA GPUs) | float32
+    c.learner.head_precision = "auto"
 
     c.objective = ConfigDict()
     c.objective.advantage = "group_mean"  # group_mean | group_std | leave_one_out | batch_whitened | mean_normalised

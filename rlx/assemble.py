@@ -50,7 +50,9 @@ def load_model(config: Config) -> Model:
         )
     reason = prefix_sharing_unsupported_reason(arch)
     if config.learner.prefix_sharing and reason:
-        raise ConfigError(f"config.learner.prefix_sharing = True: the model in {path} cannot, {reason}; set it to False")
+        raise ConfigError(
+            f"config.learner.prefix_sharing = True: the model in {path} cannot, {reason}; set it to False"
+        )
     if head_size(config) > arch.vocab_size:
         raise ConfigError(
             f"config.rollout.head_size = {config.rollout.head_size}: the model in {path} has {arch.vocab_size} tokens; "
@@ -171,6 +173,7 @@ def step_config(config: Config, arch: Architecture, num_sequences: int) -> StepC
         dtype=config.model.dtype,
         logprob_implementation=None if implementation == "auto" else implementation,
         num_sequences=num_sequences,
+        head_precision=None if config.learner.head_precision == "auto" else config.learner.head_precision,
     )
 
 
@@ -203,6 +206,8 @@ def device_batch(packed: PackedBatch) -> Batch:
     counts = {name: jnp.asarray(getattr(packed, name), jnp.int32) for name in whole}
     # Each array of the batch has its twin of the same name, so a forgotten one fails here.
     return [
-        MicroBatch(**{name: jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), getattr(packed, name)) for name in slices}, **counts)
+        MicroBatch(
+            **{name: jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), getattr(packed, name)) for name in slices}, **counts
+        )
         for i in range(len(packed.tokens))
     ]

@@ -40,9 +40,14 @@ def event_folders(path: Path) -> dict[str, Path]:
       NotARun: where there are none; says what there is.
     """
     runs = runs_below(path) or [read_run(path).path]
-    found = {run.name: run / "events" for run in runs}
-    found |= {f"{run.name}-sft": run / "supervised" / "events" for run in runs}
+    found = {_name(run): run / "events" for run in runs}
+    found |= {_name(run / "supervised"): run / "supervised" / "events" for run in runs}
     return {name: folder for name, folder in found.items() if folder.is_dir()}
+
+
+def _name(run: Path) -> str:
+    run = run.resolve()
+    return f"{run.parent.name}-sft" if run.name == "supervised" else run.name
 
 
 def link(folders: dict[str, Path], into: Path) -> None:

@@ -79,11 +79,12 @@ def summary(view: RunView) -> RenderableType:
     head.append(f", {_progress(view)}" + (f" ({view.writer})" if view.state == "running" else ""))
     rank = setting(view.config, "lora.rank")
     trained = f"LoRA of rank {rank}" if rank else "every parameter"
-    about = f"{setting(view.config, 'model.path')}, {trained}, loss {setting(view.config, 'objective.loss')}"
-    lines: list[RenderableType] = [
-        head,
-        Text(f"{about}, learning rate {setting(view.config, 'learner.learning_rate')}"),
-    ]
+    if _is_supervised(view):
+        how = f"{setting(view.config, 'sft.path')}, learning rate {setting(view.config, 'sft.learning_rate')}"
+    else:
+        loss, rate = (setting(view.config, key) for key in ("objective.loss", "learner.learning_rate"))
+        how = f"loss {loss}, learning rate {rate}"
+    lines: list[RenderableType] = [head, Text(f"{setting(view.config, 'model.path')}, {trained}, {how}")]
     if view.summary is not None:
         known = {"seconds": "{:.0f} s", "peak_memory_gib": "{:.1f} GiB", "policy": "policy in {}"}
         lines.append(Text(", ".join(f.format(view.summary[k]) for k, f in known.items() if k in view.summary)))
@@ -93,10 +94,15 @@ def summary(view: RunView) -> RenderableType:
 
 
 def _progress(view: RunView) -> str:
-    if view.supervised and not view.updates:
+    if _is_supervised(view):
         return f"{view.supervised[-1]['step']} of {setting(view.config, 'sft.steps')} supervised steps"
     done = view.updates[-1]["update"] if view.updates else 0
     return f"{done} of {setting(view.config, 'learner.updates')} updates"
+
+
+def _is_supervised(view: RunView) -> bool:
+    """Whether it is a run of `rlx sft`, and not a cold start before RL."""
+    return bool(view.supervised) and not view.updates and not view.evaluations
 
 
 def evaluations(view: RunView) -> RenderableType | None:

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = config_or_exit(argv, own, __doc__ or "", simulated=True)
     fitted = fit.from_run(Path(own["fit"].value), base) if own["fit"].value else None
     axes = [axis(text) for text in own["sweep"].value or ()]
+    if fitted is not None:
+        refuse_fitted(argv, axes)
     results = [(setting, simulate(config)) for setting, config in swept(argv, base, axes, fitted)]
     if own["png"].value:
         from rlx.simulation import figure  # matplotlib is not loaded for figures that nobody asked for
@@ -77,6 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("\n".join([*(fit.describe(fitted) if fitted else []), *results[0][1].lines()]))
     return 0
+
+
+def refuse_fitted(argv: Sequence[str], axes: Sequence[tuple[str, list[str]]]) -> None:
+    """Raises ConfigError for settings that a fit would replace without a word."""
+    given = [word.lstrip("-").partition("=")[0].removeprefix("config.") for word in argv]
+    wrong = [key for key in [*given, *(key for key, _ in axes)] if key.startswith("simulate.")]
+    if wrong:
+        raise ConfigError(
+            *(f"config.{key}: --fit takes it from the records; leave out one of the two" for key in wrong)
+        )
 
 
 def axis(text: str) -> tuple[str, list[str]]:

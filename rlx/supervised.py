@@ -176,8 +176,8 @@ def _validation(job: Job, model: assemble.Model, state: LearnerState, examples: 
     for batch in full_batches(examples, job.packing):
         packed = pack(batch, job.packing)
         targets = int(packed.mask.sum())
-        loss = mean_loss(job.step, state.trainable, model.params, assemble.device_batch(packed))
-        total, count = total + float(loss) * targets, count + targets
+        mean = mean_loss(job.step, state.trainable, model.params, assemble.device_batch(packed))
+        total, count = total + float(mean) * targets, count + targets
     loss = total / count
     return {"sft/validation_loss": loss, "sft/validation_perplexity": float(np.exp(min(loss, 700.0)))}
 

@@ -129,7 +129,7 @@ def test_the_engine_serves_the_policy_and_stops_at_the_end_of_a_turn(config, mod
     c = config(rollout__head_size=4)
     engine = assemble.make_engine(c, model, model.params, version=5)
     assert set(engine.config.stop_ids) == {tiny_tokenizer.IM_END, tiny_tokenizer.END_OF_TEXT}
-    assert (engine.config.slots, engine.config.context, engine.config.max_new_tokens) == (3, 32, 10)
+    assert (engine.admission, engine.config.context) == (3, 32)
     assert engine.config.head_size == 4
     assert engine.version == 5
     assert engine.buckets == (8, 16, 32)
@@ -154,24 +154,37 @@ def test_evaluation_draws_from_another_stream(config):
 def test_the_step_is_compiled_for_what_the_configuration_says(config):
     c = config(lora__rank=4, lora__alpha=2.0, rollout__temperature=0.7, model__remat="none", model__dtype="bfloat16")
     step = assemble.step_config(c, ARCH, num_sequences=64)
-    assert (step.adapter_scale, step.temperature, step.remat, step.dtype) == (0.5, 0.7, False, "bfloat16")
+    assert (step.adapter_scale, step.temperature, step.remat, step.dtype) == (0.5, 0.7, "none", "bfloat16")
     assert (step.arch, step.num_sequences, step.objective) == (ARCH, 64, c.objective)
     assert step.logprob_implementation is None
     full = assemble.step_config(config(lora__rank=0, learner__logprob_implementation="reference"), ARCH, 64)
-    assert (full.adapter_scale, full.remat, full.logprob_implementation) == (None, True, "reference")
+    assert (full.adapter_scale, full.remat, full.logprob_implementation) == (None, "products", "reference")
+
+
+def test_what_is_recomputed_is_chosen_by_the_memory_that_it_saves(config):
+    """By the configuration alone: a resumed run chooses the same."""
+    wide = dataclasses.replace(ARCH, num_layers=40, hidden_size=8192, intermediate_size=32768)
+    assert assemble.remat(config(), ARCH) == "products"
+    assert assemble.remat(config(), wide) == "layer"
+    assert assemble.remat(config(learner__micro_batch_rows=1, model__dtype="bfloat16"), wide) == "products"
+    assert assemble.remat(config(model__remat="none"), wide) == "none"
 
 
 def test_the_packing_holds_every_sample(config):
-    """64 samples of 32 tokens, 10 of them targets: 2 (64 · 32 / 256 + 64 · 10 / 64) + 1 = 37 rows in fours."""
+    """63 samples at worst have a row each; four rows are a micro-batch."""
     c = config(learner__row_targets=64)
-    packing = assemble.packing_config(c, 64, head=4)
-    assert dataclasses.astuple(packing) == (256, 64, 4, 10, 4)
+    packing = assemble.packing_config(c, 63, head=4)
+    assert dataclasses.astuple(packing) == (256, 64, 4, 16, 4, True)
     assert assemble.packing_config(config(), 64, head=0).row_targets == 256
+    assert not assemble.packing_config(config(learner__prefix_sharing=False), 64, head=0).share_prefixes
 
 
 def test_the_batch_goes_to_the_device_as_it_is():
     packed = batches.packed(batches.TRAJECTORIES)
     on_device = assemble.device_batch(packed)
-    for field in dataclasses.fields(packed):
-        np.testing.assert_array_equal(getattr(on_device, field.name), getattr(packed, field.name))
-    assert assemble.device_batch(batches.packed(batches.TRAJECTORIES, head=False)).head_ids is None
+    assert len(on_device) == packed.num_micro_batches > 1
+    for i, micro_batch in enumerate(on_device):
+        for name, array in vars(micro_batch).items():
+            whole = getattr(packed, name)
+            np.testing.assert_array_equal(array, whole[i] if isinstance(whole, np.ndarray) else whole)
+    assert assemble.device_batch(batches.packed(batches.TRAJECTORIES, head=False))[0].head_ids is None

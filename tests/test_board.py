@@ -56,7 +56,9 @@ def test_a_directory_of_runs_is_served_with_what_comes_later(run, tmp_path):
     assert sorted(p.name for p in (tmp_path / "logdir").iterdir()) == ["other", "tiny"]
     assert (tmp_path / "logdir" / "tiny").resolve() == (run / "events").resolve()
     (run / "supervised" / "events").mkdir(parents=True)
-    assert "tiny-sft" in board.event_folders(run)
+    assert board.event_folders(run)["tiny-sft"] == run / "supervised" / "events"
+    (run / "supervised" / "config.json").write_bytes((run / "config.json").read_bytes())
+    assert board.event_folders(run / "supervised") == {"tiny-sft": run / "supervised" / "events"}
 
 
 def test_a_port_that_is_taken(run, monkeypatch, capsys):

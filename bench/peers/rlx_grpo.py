@@ -92,7 +92,7 @@ def make_config(model: str, runs: Path, cache: str) -> Config:
     c.learner.learning_rate, (c.learner.b1, c.learner.b2) = work.LEARNING_RATE, work.BETAS
     c.learner.eps, c.learner.max_grad_norm = work.EPSILON, work.CLIP_NORM
     c.learner.row_tokens, c.learner.row_targets = work.PROMPT_TOKENS + work.NEW_TOKENS, work.NEW_TOKENS
-    # As fast as all rows at once on a CPU, with a tenth of the activations; prompts are too short to share with gain.
+    # As fast as all rows at once on a CPU, with an eighth of the activations; prompts are too short to share with gain.
     c.learner.micro_batch_rows, c.learner.prefix_sharing = 8, False
     c.objective.advantage, c.objective.loss, c.objective.centering = "group_std", "ppo_clip", "off"
     return parse(c)

@@ -22,6 +22,9 @@ from rlx.config.simulation_checks import simulation_problems
 
 FULL_SUPPORT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
+# What an implementation of the output head can multiply in, where that is not everything.
+HEAD_PRECISIONS = {"reference": ("auto", "bfloat16", "float32"), "mosaic": ("auto", "bfloat16")}
+
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 AT_LEAST_ONE = (
@@ -296,6 +299,13 @@ def _learner(config: Config) -> list[str]:
     if learner.schedule == "constant" and fraction != 0:
         why = "means nothing under config.learner.schedule = 'constant'; set 0.0, or the schedule to 'cosine'"
         problems.append(_said("learner.final_learning_rate_fraction", fraction, why))
+    served = HEAD_PRECISIONS.get(learner.logprob_implementation)
+    if served and learner.head_precision not in served:
+        why = (
+            f"cannot be had with config.learner.logprob_implementation = {learner.logprob_implementation!r}; "
+            f"set one of {', '.join(served)}, or the implementation to 'auto'"
+        )
+        problems.append(_said("learner.head_precision", learner.head_precision, why))
     return problems
 
 

@@ -142,7 +142,8 @@ class LearnerConfig:
     micro_batch_rows: int
     prefix_sharing: bool
     nonfinite_limit: int
-    logprob_implementation: Literal["auto", "reference", "xla"]
+    logprob_implementation: Literal["auto", "reference", "xla", "mosaic"]
+    head_precision: Literal["auto", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"]  # of the head's products
 
 
 @dataclasses.dataclass(frozen=True)

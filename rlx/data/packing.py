@@ -183,25 +183,23 @@ def _empty(config: PackingConfig, count: int, num_sequences: int, unshared_token
     )
 
 
-def _fill(
-    batch: PackedBatch, at: tuple[int, int], row: Sequence[Family], trajectories: Sequence[Trajectory]
-) -> None:
+def _fill(batch: PackedBatch, at: tuple[int, int], row: Sequence[Family], trajectories: Sequence[Trajectory]) -> None:
     """Write the families of one row, each the beginning it shares and then what its members have of their own."""
     segment = start = written = 0
     for family in row:
         shared, prefix_segment = start, 0
         if family.prefix:
             segment = prefix_segment = segment + 1
-            beginning = trajectories[family.members[0].index].tokens[: family.prefix]
+            beginning = trajectories[family.members[0].number].tokens[: family.prefix]
             start = _put_tokens(batch, at, start, beginning, 0, segment, 0)
         for member in family.members:
-            trajectory, segment = trajectories[member.index], segment + 1
+            trajectory, segment = trajectories[member.number], segment + 1
             own = trajectory.tokens[family.prefix : family.prefix + member.tokens]
             targets = slice(written, written + member.targets)
             # Both parts of a sequence are predicted from where they lie.
             before = np.flatnonzero(trajectory.mask) - 1
             offset = np.where(before < family.prefix, shared, start - family.prefix)
-            _put_targets(batch, (*at, targets), member.index, trajectory, offset + before)
+            _put_targets(batch, (*at, targets), member.number, trajectory, offset + before)
             start = _put_tokens(batch, at, start, own, family.prefix, segment, prefix_segment)
             written += member.targets
 

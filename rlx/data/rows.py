@@ -14,7 +14,7 @@ from typing import NamedTuple
 class Member(NamedTuple):
     """One sequence of a family."""
 
-    index: int  # of the trajectory
+    number: int  # of the trajectory
     tokens: int  # behind the common beginning
     targets: int
 
@@ -110,7 +110,7 @@ def _without(family: Family, part: Family) -> Family:
 def _too_large(family: Family, row_tokens: int, row_targets: int) -> str:
     member = family.members[0]
     return (
-        f"trajectory {member.index}: {family.prefix + member.tokens} tokens are computed for its {member.targets} "
+        f"trajectory {member.number}: {family.prefix + member.tokens} tokens are computed for its {member.targets} "
         f"targets; a row holds {row_tokens} and {row_targets}. Raise learner.row_tokens or learner.row_targets, or "
         "shorten the samples."
     )

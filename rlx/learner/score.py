@@ -53,6 +53,7 @@ def score(
             ids[1:],
             None,
             temperature=config.temperature,
+            precision=config.head_precision,
             implementation=config.logprob_implementation,
         )
         scored = jnp.concatenate([jnp.zeros(1, stats.logprob.dtype), stats.logprob])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jaxtyping import Array
-from rlx_kernels.logprob import token_stats
+from rlx_kernels.logprob import Precision, token_stats
 
 from rlx.algos.aggregation import weights_of_slice
 from rlx.algos.objective import Metrics, Targets, objective
@@ -42,6 +42,7 @@ class StepConfig:
     dtype: str  # of the model's matrix products
     logprob_implementation: str | None
     num_sequences: int  # the most trajectories a batch may hold
+    head_precision: Precision | None = None  # of the output head's products; None: what the dtypes say
 
 
 @struct.dataclass
@@ -116,6 +117,7 @@ def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: Mic
         targets.tokens,
         targets.head_ids,
         temperature=config.temperature,
+        precision=config.head_precision,
         implementation=config.logprob_implementation,
     )
     return objective(config.objective, stats, targets)

@@ -81,7 +81,7 @@ def attend(
     largest = jnp.stack([s.max(axis=-1) for s in scores]).max(axis=0)[..., None]
     weights = [jnp.exp(s - largest) for s in scores]
     mixed = sum(jnp.einsum("rkgs,rksd->rkgd", w.astype(v.dtype), v) for w, v in zip(weights, new_values, strict=True))
-    total = sum(w.sum(axis=-1) for w in weights)[..., None]
+    total = jnp.stack([w.sum(axis=-1) for w in weights]).sum(axis=0)[..., None]
     return (mixed / total).astype(query.dtype).reshape(rows, heads, dim), tuple(new_keys), tuple(new_values)
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-
 # What the update keeps for its backward pass under remat = "products"; see `models.transformer.forward`.
 KEPT = "matrix product"
 

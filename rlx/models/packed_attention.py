@@ -5,8 +5,8 @@ P = e^(S - L) where seen, else 0, and cotangent dO (arXiv 2205.14135, appendix B
 
     dV = Pᵀ dO    dS = P ∘ (dO Vᵀ - Σ_d dO_d O_d)    dQ = dS K / √D    dK = dSᵀ Q / √D
 
-All products run over arrays in which the heads of one key head lie below each other, [rows, kv_heads, heads · T, D]: that
-way nothing of size T × T is ever transposed, and the sum over those heads is part of the product.
+All products run over arrays in which the heads of one key head lie below each other, [rows, kv_heads, heads · T, D]:
+that way nothing of size T × T is ever transposed, and the sum over those heads is part of the product.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def packed_attention(
     value: Float[Array, "rows t kv_heads d"],
     allowed: Bool[Array, "rows t t"],
 ) -> Float[Array, "rows t heads d"]:
-    """Grouped-query softmax attention (arXiv 2305.13245) over the keys that `allowed` admits; zeros where it admits none.
+    """Grouped-query softmax attention (arXiv 2305.13245) over the keys that `allowed` admits; 0 where there are none.
 
     Scores and softmax are float32, or float64 where the inputs are.
     """

@@ -137,11 +137,11 @@ class LocalEngine:
     def _release_cancelled(self) -> None:
         """Take back what nobody waits for any more."""
         self._queue = deque(p for p in self._queue if not p.future.cancelled())
-        gone = [slot for slot, p in enumerate(self._owner) if p is not None and p.future.cancelled()]
+        gone = {slot: p for slot, p in enumerate(self._owner) if p is not None and p.future.cancelled()}
         if gone:
-            self._slots = sampler.release(self._slots, jnp.asarray(np.isin(np.arange(len(self._owner)), gone)))
-        for slot in gone:
-            self.stats.aborted_tokens += self._owner[slot].count
+            self._slots = sampler.release(self._slots, jnp.asarray(np.isin(np.arange(len(self._owner)), [*gone])))
+        for slot, sample in gone.items():
+            self.stats.aborted_tokens += sample.count
             self._owner[slot] = None
 
     def _resize(self) -> None:
@@ -162,12 +162,13 @@ class LocalEngine:
 
     def _admit(self, admitted: Sequence[tuple[int, Pending]]) -> None:
         """Give slots to samples, with the keys and values of what each has so far."""
+        for slot, sample in admitted:
+            self._owner[slot] = sample  # before anything that may fail: who owns a slot learns of it
         waiting = list(itertools.islice(self._queue, _LOOK_AHEAD))
         prompts = [(p.key, p.tokens) for _, p in admitted]
         self.stats.prompt_tokens += self._prompts.prepare(self._params, prompts, [(p.key, p.tokens) for p in waiting])
         by_batch: dict[int, list[tuple[int, int, Pending]]] = {}
         for slot, sample in admitted:
-            self._owner[slot] = sample
             number, row = self._prompts[sample.key]
             by_batch.setdefault(number, []).append((slot, row, sample))
         for number, entries in by_batch.items():
@@ -200,7 +201,8 @@ class LocalEngine:
             self.stats.new_tokens += written
             self.stats.busy_slot_steps += written
             fields = (drawn.tokens, drawn.logprobs, drawn.head_ids, drawn.head_logprobs)
-            sample.add(Written(*(x[:written, slot].copy() for x in fields)), self.version)
+            tokens, logprobs, ids, head = (np.array(x[:written, slot]) for x in fields)
+            sample.add(Written(tokens, logprobs, ids, head), self.version)
             if not dispatch.active[slot]:
                 self._owner[slot] = None
                 reason = StopReason.STOP if dispatch.stopped[slot] else StopReason.LENGTH

@@ -23,7 +23,8 @@ from rlx.rollout.modelled_sessions import RESPONSE_TAG, Work
 from rlx.types import StopReason, VersionSpan
 
 NO_LOGPROBS = np.zeros(1 << 16, np.float32)  # certain tokens: log-probs of 0
-ROUNDING = 1e-6  # steps by which sums of floats may miss an end
+ROUNDING = 1e-6  # steps by which sums of floats may miss a whole one
+RESOLUTION = 1e-6  # s by which a timer may come too early, `rlx.rollout.virtual`
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -193,7 +194,7 @@ class ModelledEngine:
     def _fire(self) -> None:
         self._timer = None
         self._advance()
-        while self._ending and self._ending[0][0] <= self._steps + ROUNDING:
+        while self._ending and (self._ending[0][0] - self._steps) * self._step_seconds() <= RESOLUTION:
             self._finish(heapq.heappop(self._ending)[2])
         self._admit()
 

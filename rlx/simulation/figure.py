@@ -109,7 +109,10 @@ def _bars(axis: Any, shares: Mapping[int, float], label: str, unit: str) -> None
 
 
 def _histogram(axis: Any, values: Sequence[float], label: str) -> None:
-    axis.hist(values, bins=min(20, max(5, len(values) // 2)), color="#3b6fb6")
+    low, high = min(values), max(values)
+    if high - low <= 1e-6 * abs(high):  # all the same, up to rounding
+        low, high = low - 0.5, high + 0.5
+    axis.hist(values, bins=min(20, max(5, len(values) // 2)), range=(low, high), color="#3b6fb6")
     axis.set(xlabel=label, ylabel="updates")
 
 

@@ -76,7 +76,10 @@ def fit(records: Sequence[Record], recorded: Config, base: SimulateConfig, sourc
 
 
 def fit_trainer(
-    updates: Sequence[Record], loads: Sequence[Record], slowdown: float, recorded: Config
+    updates: Sequence[Record],
+    loads: Sequence[Record],
+    slowdown: float,
+    recorded: Config,
 ) -> SimulatedTrainer:
     """Nonnegative least squares of seconds = a + b tokens; means of the rest."""
     trained = [u for u in updates if u["tokens"]]

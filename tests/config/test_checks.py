@@ -59,6 +59,11 @@ WRONG = [
     ({"learner.warmup_updates": 101}, "learner.warmup_updates", "config.learner.updates = 100"),
     ({"learner.final_learning_rate_fraction": 0.1}, "learner.final_learning_rate_fraction", "'cosine'"),
     ({"learner.final_learning_rate_fraction": 2.0}, "learner.final_learning_rate_fraction", "[0, 1]"),
+    (
+        {"learner.logprob_implementation": "reference", "learner.head_precision": "bfloat16_3x"},
+        "learner.head_precision",
+        "set one of auto, bfloat16, float32",
+    ),
     ({"lora.rank": -1}, "lora.rank", "0 or more"),
     ({"lora.alpha": 0.0}, "lora.alpha", "above 0"),
     ({"lora.targets": ("q_porj",)}, "lora.targets[0]", "the nearest is 'q_proj'"),

@@ -1,4 +1,4 @@
-"""Packing: every target lands once behind what predicts it, shared beginnings are laid out once, errors name the key."""
+"""Packing: every target lands once behind what predicts it, shared beginnings are laid out once, errors say why."""
 
 import dataclasses
 
@@ -121,7 +121,8 @@ def test_no_token_is_computed_in_vain(given_, share):
         np.testing.assert_array_equal(batch.segment_ids[row] > 0, used)
         segments = batch.segment_ids[row][used]
         assert used[: len(segments)].all()
-        assert (np.diff(segments) >= 0).all() and set(segments) <= set(range(1, 1 + segments.max(initial=0)))
+        assert (np.diff(segments) >= 0).all()
+        assert set(segments) <= set(range(1, 1 + segments.max(initial=0)))
     assert not batch.tokens[batch.segment_ids == 0].any()
 
 
@@ -217,9 +218,15 @@ def long(i, tokens, targets):
 @pytest.mark.parametrize(
     "given_, said",
     [
-        ([make(0, (3, 1)), long(1, 26, 3)], r"trajectory 1: 25 tokens are computed for its 3 targets; .*learner.row_tok"),
+        (
+            [make(0, (3, 1)), long(1, 26, 3)],
+            r"trajectory 1: 25 tokens are computed for its 3 targets; .*learner.row_tok",
+        ),
         ([make(0, (20, 11))], "trajectory 0: .* its 11 targets; a row holds 24 and 10"),
-        ([long(i, 20, 1) for i in range(17)], "17 trajectories need 17 rows; the batch has at most 8 micro-batches of 2"),
+        (
+            [long(i, 20, 1) for i in range(17)],
+            "17 trajectories need 17 rows; the batch has at most 8 micro-batches of 2",
+        ),
         (changed(mask=np.ones(5, bool)), "trajectory 1: its first token is masked in"),
         (changed(head=None), r"trajectory 1: no head; \[2, 3\] expected"),
         (changed(head=make(0, (5, 2), head_size=4).head), r"trajectory 1: a head of \[2, 4\]; \[2, 3\] expected"),

@@ -23,7 +23,7 @@ def alone(*sizes):
 
 def indices(rows):
     """The trajectories of each row."""
-    return [[m.index for part in row for m in part.members] for row in rows]
+    return [[m.number for part in row for m in part.members] for row in rows]
 
 
 @st.composite
@@ -44,7 +44,8 @@ def test_each_member_is_in_one_row_behind_its_own_prefix_and_rows_hold_it(famili
     rows = plan_rows(families, TOKENS, TARGETS)
     members = {m: f.prefix for f in families for m in f.members}
     placed = [(m, part.prefix) for row in rows for part in row for m in part.members]
-    assert len(placed) == len(members) and dict(placed) == members
+    assert len(placed) == len(members)
+    assert dict(placed) == members
     assert all(sum(p.tokens for p in row) <= TOKENS and sum(p.targets for p in row) <= TARGETS for row in rows)
     assert all(row and all(p.members for p in row) for row in rows)
 

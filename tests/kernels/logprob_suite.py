@@ -1,4 +1,4 @@
-"""What the tests of the log-prob head share: the implementations, cases, the truth in float64, and how close is close."""
+"""What the tests of the log-prob head share: implementations, cases, the truth in float64, and how close is close."""
 
 from __future__ import annotations
 

@@ -100,12 +100,14 @@ def test_gradients_of_small_and_huge_logits(entry, scale):
 @entries("reference", "xla_small_tiles", "mosaic")
 def test_gradients_over_a_whole_vocabulary(entry):
     case = case_for(entry, tokens=2, vocab=151_936, scale=0.1)
-    assert_close(gradients(entry.call, case, cotangents(case)), exact_gradients(case, cotangents(case)), entry.tolerance)
+    assert_close(
+        gradients(entry.call, case, cotangents(case)), exact_gradients(case, cotangents(case)), entry.tolerance
+    )
 
 
 @entries()
 def test_the_gradient_at_a_certain_target_is_summed_before_it_is_rounded(entry):
-    """p - 1 at a target of probability 0.9998: rounded to bfloat16 before it is added up, it would be ten times that."""
+    """p - 1 at a target of probability 0.9998: of two numbers rounded to bfloat16 it would be ten times that."""
     case = case_for(entry, k=0)
     direction = jnp.ones(entry.width, entry.dtype)
     hidden = jnp.tile(direction, (13, 1))

@@ -168,7 +168,9 @@ def test_ids_outside_the_whole_vocabulary_give_nan():
 @pytest.mark.parametrize("trained, sums", [((0,), 2), ((0, 1), 3)], ids=["frozen", "trained"])
 def test_one_maximum_and_one_sum_forwards_and_one_sum_a_gradient(trained, sums):
     given = arrays()
-    text = jax.jit(jax.grad(loss(sharded(ENTRIES["xla_small_tiles"], 2, 2), given), trained)).lower(*given[:2]).as_text()
+    text = (
+        jax.jit(jax.grad(loss(sharded(ENTRIES["xla_small_tiles"], 2, 2), given), trained)).lower(*given[:2]).as_text()
+    )
     reductions = text.split('"stablehlo.all_reduce"')[1:]
     maxima = ["stablehlo.maximum" in r.split("stablehlo.return")[0] for r in reductions]
     assert (sum(maxima), len(maxima) - sum(maxima)) == (1, sums)

@@ -35,6 +35,7 @@ LEARNER = LearnerConfig(
     prefix_sharing=True,
     nonfinite_limit=3,
     logprob_implementation="auto",
+    head_precision="auto",
 )
 CENTRED = StepConfig(
     arch=ARCH,

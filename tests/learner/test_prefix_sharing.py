@@ -1,6 +1,7 @@
 """Prompts computed once for their group: the same loss, gradient and metrics as separate rows, in float64."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,14 @@ from rlx_kernels.logprob import TokenStats
 
 from rlx.data.packing import PackingConfig, pack
 from rlx.learner import step
-from rlx.learner.state import init_state, make_optimizer
+from rlx.models.lora import init_adapter
 from tests import tiny_model
 from tests.learner import batches
-from tests.learner.batches import CENTRED, HEAD, LEARNER, LORA, PLAIN
+from tests.learner.batches import CENTRED, HEAD, LORA, PLAIN
 from tests.tiny_model import ARCH
 
 SHARED = PackingConfig(row_tokens=40, row_targets=40, rows=2, capacity=20, head_size=HEAD)
-SEPARATE = dataclasses.replace(SHARED, rows=1, share_prefixes=False)
+SEPARATE = dataclasses.replace(SHARED, share_prefixes=False)
 
 
 def group(name, prompt, sizes):
@@ -36,8 +37,8 @@ TRAJECTORIES = [
 ]
 
 
-def dense_stats(hidden, head, targets, candidates, *, temperature, implementation):
-    """The output head in the model's own precision."""
+def dense_stats(hidden, head, targets, candidates, *, temperature, precision, implementation):
+    """The output head in float64, whatever the configuration says of it."""
     logits = hidden @ head.T / temperature
     logp = jax.nn.log_softmax(logits)
     ids = targets[:, None] if candidates is None else jnp.concatenate([targets[:, None], candidates], 1)
@@ -49,12 +50,12 @@ def dense_stats(hidden, head, targets, candidates, *, temperature, implementatio
 def sums(config, packing, lora):
     """(loss, gradient, metric sums) of the trajectories, float64."""
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), tiny_model.params())
-        optimizer = make_optimizer(LEARNER)
-        trainable = init_state(ARCH, lora, params, optimizer, jax.random.key(0)).trainable
-        drawn = {id(x): np.random.default_rng(i).normal(size=x.shape) for i, x in enumerate(jax.tree.leaves(trainable))}
-        trainable = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * drawn[id(x)], jnp.float64), trainable)
-        batch = batches.device_batch(pack(TRAJECTORIES, packing))
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(tiny_model.params()))
+        trainable = params if lora is None else jax.eval_shape(partial(init_adapter, ARCH, lora), jax.random.key(0))
+        rng = np.random.default_rng(0)
+        trainable = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape) + (x if lora is None else 0), trainable)
+        widen = lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x  # noqa: E731
+        batch = jax.tree.map(widen, batches.device_batch(pack(TRAJECTORIES, packing)))
         return jax.device_get(step.accumulate(config, trainable, params, batch))
 
 
@@ -62,7 +63,7 @@ def sums(config, packing, lora):
     "config, lora",
     [
         (CENTRED, LORA),
-        (dataclasses.replace(PLAIN, dtype="float64", remat="layer"), dataclasses.replace(LORA, rank=0)),
+        (dataclasses.replace(PLAIN, dtype="float64", remat="layer"), None),
     ],
     ids=["adapter", "full"],
 )

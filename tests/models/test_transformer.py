@@ -1,5 +1,6 @@
 """The forward pass: stored logits of the checkpoints, packed rows against single ones, recomputation, adapters."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlx.models.hf import load_params, read_architecture
-from rlx.models.transformer import forward, head_matrix, logits
+from rlx.models.transformer import forward, head_matrix, logits, prefix_sharing_unsupported_reason
 from tests import tiny_model
 from tests.tiny_model import ARCH
 
@@ -126,3 +127,8 @@ def test_the_head_is_the_embedding_where_the_two_are_tied():
     assert head_matrix(params) is params["embed"]
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     assert logits(half, jnp.ones((2, 3), jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_only_models_known_to_be_attention_share_prefixes():
+    assert prefix_sharing_unsupported_reason(ARCH) is None
+    assert "kimi_linear" in prefix_sharing_unsupported_reason(dataclasses.replace(ARCH, model_type="kimi_linear"))

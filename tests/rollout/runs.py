@@ -62,6 +62,7 @@ class Watched(Ledger):
         super().__init__()
         self.trace: list[tuple[Any, ...]] = []
         self.check_soon: Callable[[], None] = lambda: None
+        self._due = False
 
     def generated(self, tokens, samples=0, groups=0, into="in_flight"):
         super().generated(tokens, samples, groups, into)
@@ -74,7 +75,13 @@ class Watched(Ledger):
     def _note(self, *event):
         loop = asyncio.get_running_loop()
         self.trace.append((round(loop.time(), 6), *event))
-        loop.call_soon(self.check_soon)
+        if not self._due:  # once for all that is booked in one step of the loop
+            self._due = True
+            loop.call_soon(self._check)
+
+    def _check(self):
+        self._due = False
+        self.check_soon()
 
 
 @dataclasses.dataclass(eq=False)

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from rlx.models import sampler
 from rlx.rollout.engine import EngineError
+from rlx.types import StopReason, VersionSpan
 from tests import tiny_model
 from tests.rollout.serving import ask, assert_same, make_engine, serve
 from tests.tiny_model import ARCH
@@ -48,12 +50,29 @@ def test_a_cancelled_request_disturbs_no_other(engine, wanted):
     first, third = asyncio.run(work())
     assert_answers(first, wanted[0])
     assert_answers(third, wanted[2])
-    assert engine.stats.new_tokens == 50  # the sample in the slot was written to its end, the queued one never begun
+    stats = engine.stats
+    assert 0 < stats.aborted_tokens < 10  # the sample in the slot was given up on the way, the queued one never begun
+    assert stats.new_tokens == 40 + stats.aborted_tokens
     assert_answers(serve(engine, [SECOND])[0], wanted[1])
 
 
+def test_slots_of_a_cancelled_request_are_free_at_once(engine, wanted):
+    """Even where nobody else waits: the next request is not decoded beside what nobody wants."""
+
+    async def cancelled():
+        running = asyncio.create_task(engine.generate(FIRST))
+        await until(lambda: engine.stats.new_tokens > 0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return await engine.generate(SECOND)
+
+    assert_answers(asyncio.run(cancelled()), wanted[1])
+    assert 2 * 3 <= engine.stats.aborted_tokens <= 2 * 6  # two samples, to the end of the dispatch of three steps
+    assert engine.stats.new_tokens == 20 + engine.stats.aborted_tokens
+
+
 def test_a_failed_dispatch_reaches_everyone_who_waits(engine, wanted, monkeypatch):
-    """Running and queued alike. What it did to the slots is not seen by later requests."""
+    """Running and queued alike, with what was written before. Later requests see nothing of it."""
     real, calls = sampler.decode, []
 
     def broken(*args):
@@ -70,6 +89,13 @@ def test_a_failed_dispatch_reaches_everyone_who_waits(engine, wanted, monkeypatc
     failures = asyncio.run(work())
     assert len(calls) == 2
     assert all(isinstance(f, EngineError) and "out of memory" in str(f) for f in failures), failures
+    assert [[p and len(p.tokens) for p in f.partial] for f in failures] == [[3, 3], [3, None], [None, None]]
+    for part, whole in zip(failures[0].partial, wanted[0], strict=True):
+        assert part.stop_reason is StopReason.ABORT
+        assert part.version_spans == (VersionSpan(0, 0, 3),)
+        np.testing.assert_array_equal(part.tokens, whole.tokens[:3])
+        np.testing.assert_array_equal(part.head.ids, whole.head.ids[:3])
+    assert engine.stats.aborted_tokens == 9
     monkeypatch.setattr(sampler, "decode", real)
     for got, same in zip(serve(engine, [FIRST, SECOND, THIRD]), wanted, strict=True):
         assert_answers(got, same)

@@ -21,6 +21,7 @@ from rlx.rollout.producer import Producer
 from rlx.rollout.timing import TimedReplica, now, timed_environments
 from rlx.simulation import fit
 from rlx.simulation.fit import components, pass_rates, split_by_task
+from rlx.simulation.fit_engines import _solve
 from rlx.simulation.run import sampling, simulate
 from rlx.sync.publisher import Publisher
 from tests.rollout.scripted import Conversation, ScriptedEngine, tasks
@@ -75,7 +76,7 @@ def test_another_run_is_predicted(recorded, changes):
 
 
 def scripted(sessions: int, lag: int, updates: int = 40, trace=lambda record: None) -> tuple[float, float, float]:
-    """(update seconds, wait share, mean age) of a run of scripted engines and conversations, after the first updates."""
+    """(update seconds, wait share, mean age) of scripted engines and conversations, after the first updates."""
     settings = config(
         producer__sessions_in_flight=sessions, producer__max_policy_lag=lag, engine__slots=8, rollout__max_new_tokens=64
     )
@@ -124,6 +125,23 @@ def test_a_run_of_scripted_engines_predicts_another_one():
         truth = scripted(sessions, lag)
         predicted = (guess.update_minutes * 60, guess.trainer_wait_share, guess.age_mean)
         assert predicted == pytest.approx(truth, rel=0.2), (sessions, lag)
+
+
+def test_where_always_as_many_ran_the_step_is_taken_to_be_constant():
+    rng = np.random.default_rng(3)
+    tokens, prompts = rng.integers(10, 100, 200).astype(float), np.zeros(200)
+    rows = np.stack([tokens, 4.0 * tokens, np.ones(200), prompts, 0.01 * tokens, np.zeros(200)], 1)
+    step, per_request, held, _ = _solve(rows)[0]
+    assert (step, per_request, held) == pytest.approx((0.01, 0.0, 0.0), abs=1e-9)
+
+
+def test_of_responses_that_are_all_alike_nothing_is_put_down_to_the_request():
+    running = np.linspace(1.0, 8.0, 200)
+    tokens = np.full(200, 32.0)
+    seconds = tokens * (0.01 + 0.002 * running)
+    rows = np.stack([tokens, tokens * running, np.ones(200), np.zeros(200), seconds, np.zeros(200)], 1)
+    step, per_request, held, _ = _solve(rows)[0]
+    assert (step, per_request, held) == pytest.approx((0.01, 0.002, 0.0), abs=1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------------- statistics

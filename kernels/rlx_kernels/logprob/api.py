@@ -1,4 +1,4 @@
-"""`token_stats` and `token_loss`: one entry for every implementation of the log-prob head, and the choice between them."""
+"""`token_stats` and `token_loss`: one entry for every implementation of the log-prob head, and the choice of one."""
 
 import difflib
 import math

@@ -165,7 +165,9 @@ def _backward(options, kept, cotangents):
 
         d_block = full(head_product_shape(options, kept.head[:count].shape), 0, axes) if kept.head_trains else None
         (d_hidden, d_block), _ = lax.scan(chunk, (d_hidden, d_block), chunks)
-        return d_hidden, put_rows(d_head, head_product_done(options, d_block), start) if kept.head_trains else None
+        if d_block is not None:
+            d_head = put_rows(d_head, head_product_done(options, d_block), start)
+        return d_hidden, d_head
 
     d_hidden = full(hidden.shape, 0, axes) if kept.hidden_trains else None
     d_head = full(kept.head.shape, 0, axes, summed_dtype(kind(kept.head), axes)) if kept.head_trains else None

@@ -67,9 +67,7 @@ def token_loss(
     return loss, lax.stop_gradient(core.as_token_stats(stats, candidates is not None))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["d_hidden", "d_head"], meta_fields=["hidden", "head"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["d_hidden", "d_head"], meta_fields=["hidden", "head"])
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
     d_hidden: jax.Array | None  # [T, D], for a loss whose cotangent is 1; None where hidden is not differentiated
@@ -117,9 +115,10 @@ def _forward(static, hidden, head, ids, arguments):
         return stats, put_rows(d_hidden, d_rows, start) if trains[0] else None, d_head
 
     axes = varying(hidden, head, ids, *jax.tree.leaves(arguments))
-    whole = [a for a in varying(hidden, head) if a != vocab_axis], [a for a in varying(hidden, head, ids) if a != vocab_axis]
-    tokens = hidden.shape[:1]
-    stats = Stats(full(ids.shape, 0, tuple(whole[1])), full(tokens, 0, tuple(whole[0])), full(tokens, 0, tuple(whole[0])))
+    of_rows = tuple(a for a in varying(hidden, head) if a != vocab_axis)
+    of_ids = tuple(a for a in varying(hidden, head, ids) if a != vocab_axis)
+    rows_shape = hidden.shape[:1]
+    stats = Stats(full(ids.shape, 0, of_ids), full(rows_shape, 0, of_rows), full(rows_shape, 0, of_rows))
     d_hidden = full(hidden.shape, 0, axes, core.summed_dtype(kind(hidden), axes)) if trains[0] else None
     d_head = full(head.shape, 0, axes) if trains[1] else None
     stats, d_hidden, d_head = over_blocks(hidden.shape[0], static.chunk, chunk, (stats, d_hidden, d_head))

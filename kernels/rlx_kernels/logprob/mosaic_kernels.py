@@ -114,7 +114,10 @@ class Plan(NamedTuple):
         return -(-self.columns // TILE)
 
     def first_column(self, tile):
-        """The last tile starts early and shares columns with the one before it: nothing is read out of bounds."""
+        """The last tile starts early, so that nothing is read or written out of bounds.
+
+        It shares columns with the tile before it: both write the same values there, in any order.
+        """
         return jnp.minimum(tile * TILE, self.columns - TILE)
 
     def place(self, index, block):

@@ -1,4 +1,4 @@
-"""Loops over tiles of the logits: blocks of the vocabulary, chunks of tokens, without padding the head or copying it."""
+"""Loops over tiles of the logits: blocks of the vocabulary, chunks of tokens; the head is not padded or copied."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,0 +1,145 @@
+"""An update with each group's prompt computed once, beside the same update with every sample whole.
+
+    make bench                         # or: python -m bench.prefix_sharing [--repeats 5] [--groups 8] [--samples 8]
+
+By default 8 groups of 8 samples, 48 tokens of prompt and 16 of response each. Both sides get rows that fit what they
+lay out without padding, and the same number of tokens in a micro-batch as nearly as that goes. They take turns in one
+process; times are medians, the ratio is the median of the ratios within a turn. First it is checked that both have the
+same loss and gradient norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from bench.budget import HEAD, SMOLLM2
+from configs import base
+from rlx.assemble import device_batch
+from rlx.config.parse import parse
+from rlx.config.schema import Config
+from rlx.data.packing import PackedBatch, PackingConfig, Trajectory, pack
+from rlx.learner.state import LearnerState, init_state, make_optimizer
+from rlx.learner.step import StepConfig, accumulate, apply
+from rlx.models.lora import adapter_scale
+from rlx.models.spec import Architecture, init_params
+from rlx.types import TopK
+
+SMALL = dataclasses.replace(
+    SMOLLM2,
+    model_type="qwen3",
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    qkv_bias=False,
+    qk_norm=True,
+)
+MICRO_BATCH = 1024  # tokens, about
+
+
+class Work(NamedTuple):
+    groups: int
+    samples: int
+    prompt: int
+    response: int
+
+
+class Side:
+    """One way to lay the samples out, and a learner of its own that trains on them."""
+
+    def __init__(self, arch: Architecture, config: Config, trajectories: list[Trajectory], packing: PackingConfig):
+        self.packed: PackedBatch = pack(trajectories, packing)
+        scale = adapter_scale(config.lora) if config.lora.rank else None
+        count = len(trajectories)
+        self._step = StepConfig(arch, config.objective, scale, 1.0, "products", "float32", None, count)
+        self._optimizer = make_optimizer(config.learner)
+        self._params = init_params(arch, jax.random.key(0))
+        self._batch = device_batch(self.packed)
+        self._state: LearnerState = init_state(arch, config.lora, self._params, self._optimizer, jax.random.key(1))
+
+    def update(self) -> tuple[float, dict[str, float]]:
+        """(seconds, scalars)"""
+        start = time.perf_counter()
+        total = accumulate(self._step, self._state.trainable, self._params, self._batch)
+        self._state, scalars, _ = apply(self._optimizer, self._state, total)
+        scalars = {name: float(x) for name, x in scalars.items()}
+        return time.perf_counter() - start, scalars
+
+
+def samples_of(work: Work, vocab: int, head: int) -> list[Trajectory]:
+    rng = np.random.default_rng(0)
+    found = []
+    for group in range(work.groups):
+        prompt = rng.integers(0, vocab, work.prompt)
+        for _ in range(work.samples):
+            ids = np.concatenate([prompt, rng.integers(0, vocab, work.response)]).astype(np.int32)
+            mask = np.arange(len(ids)) >= work.prompt
+            candidates = np.argsort(rng.random((work.response, 4 * HEAD)), axis=1)[:, :head].astype(np.int32)
+            found.append(
+                Trajectory(
+                    tokens=ids,
+                    mask=mask,
+                    advantage=float(rng.normal()),
+                    logprobs=np.full(len(ids), -5.0, np.float32),
+                    ages=np.zeros(len(ids), np.int32),
+                    head=TopK(candidates, np.full(candidates.shape, -6.0, np.float32)) if head else None,
+                    group=group,
+                )
+            )
+    return found
+
+
+def packing_of(row: int, targets: int, head: int, share: bool) -> PackingConfig:
+    return PackingConfig(row, targets, max(MICRO_BATCH // row, 1), 10**6, head, share)
+
+
+def compare(name: str, arch: Architecture, work: Work, *, lora: bool, repeats: int) -> None:
+    tree = base.get_config()
+    tree.tasks.sources.sums = base.source(dataset="chain_sum")
+    if not lora:
+        tree.lora.rank, tree.objective.centering = 0, "off"
+    config, head = parse(tree), HEAD if lora else 0
+    trajectories = samples_of(work, arch.vocab_size, head)
+    own = work.response - 1  # the last token of a response predicts nothing
+    whole = packing_of(work.prompt + own, work.response, head, share=False)
+    shared = packing_of(work.prompt + work.samples * own, work.samples * work.response, head, share=True)
+    sides = [Side(arch, config, trajectories, packing) for packing in (whole, shared)]
+    first = [side.update()[1] for side in sides]
+    for scalar in ("loss", "grad_norm"):
+        np.testing.assert_allclose(first[1][scalar], first[0][scalar], rtol=1e-3, atol=1e-5)
+    seconds = [[side.update()[0] for side in sides] for _ in range(repeats)]
+    medians = [statistics.median(turn[i] for turn in seconds) for i in (0, 1)]
+    tokens = [side.packed.num_tokens for side in sides]
+    laid_out = [side.packed.segment_ids.size for side in sides]
+    print(f"\n| {name} | tokens computed | with padding | s an update |\n|:--|--:|--:|--:|")
+    for label, i in (("every sample whole", 0), ("prompts shared", 1)):
+        print(f"| {label} | {tokens[i]} | {laid_out[i]} | {medians[i]:.3f} |")
+    ratio = statistics.median(turn[0] / turn[1] for turn in seconds)
+    print(f"{tokens[0] / tokens[1]:.2f} x fewer tokens, {ratio:.2f} x less time")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=48)
+    parser.add_argument("--response", type=int, default=16)
+    given = parser.parse_args()
+    work = Work(given.groups, given.samples, given.prompt, given.response)
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, float32, {given.repeats} interleaved runs, {work}")
+    compare("4 layers of width 256, all trained", SMALL, work, lora=False, repeats=given.repeats)
+    compare("SmolLM2-135M's shape, LoRA on attention", SMOLLM2, work, lora=True, repeats=given.repeats)
+
+
+if __name__ == "__main__":
+    main()

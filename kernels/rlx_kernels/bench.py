@@ -1,0 +1,250 @@
+"""What the kernels cost beside their peers, in one process: time, effective TFLOP/s, temporary memory, the floor.
+
+    python -m rlx_kernels.bench [--families logprob attention grouped_matmul] [--shapes 2048,256,32768] [--json FILE]
+
+Every case of a family and shape runs once in each round, in turn; times are medians. Effective TFLOP/s counts the
+products that nobody can avoid (recomputed ones are not counted); the floor is those at the rate of one plain product in
+the same run. Temporary memory is XLA's, of the compiled program, without arguments and results.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_kernels.attention import attention
+from rlx_kernels.grouped_matmul import grouped_matmul
+from rlx_kernels.logprob import api, token_loss, token_stats
+
+
+class Case(NamedTuple):
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple
+    flop: float  # that cannot be avoided
+
+
+class Settings(NamedTuple):
+    dtype: Any
+    candidates: int
+    passes: str  # forward, backward (both passes, a trained head), frozen (both passes, a frozen head)
+
+
+class Row(NamedTuple):
+    family: str
+    shape: tuple[int, ...]
+    case: str
+    seconds: float  # median
+    fastest: float
+    tflops: float
+    floor_seconds: float
+    temporary_bytes: int
+
+
+Family = Callable[[tuple[int, ...], Settings], list[Case]]
+
+
+def logprob_cases(shape: tuple[int, ...], settings: Settings) -> list[Case]:
+    """Shape (T, D, V). A loss of log-prob, entropy and candidates; jax-cce and optax give a mean of log-probs only."""
+    tokens, width, vocab = shape
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)), settings.dtype)
+    head = jnp.asarray(rng.normal(size=(vocab, width)) / np.sqrt(width), settings.dtype)
+    targets = jnp.asarray(rng.integers(0, vocab, tokens), jnp.int32)
+    candidates = jnp.asarray(rng.integers(0, vocab, (tokens, settings.candidates)), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(tokens, settings.candidates + 1)), jnp.float32)
+    functions = _logprob_losses(hidden, head, targets, candidates) | _logprob_peers()
+    products = {"forward": 1, "frozen": 2, "backward": 3}[settings.passes]
+    arguments = hidden, head, targets, candidates, weights
+    flop = 2.0 * products * tokens * width * vocab
+    return [Case(name, differentiated(f, settings.passes), arguments, flop) for name, f in functions.items()]
+
+
+def per_token_loss(stats, weights):
+    heads = (stats.candidate_logprobs * weights[:, 1:]).sum()
+    return (stats.logprob * weights[:, 0]).sum() + 0.1 * stats.entropy.sum() + heads
+
+
+def _logprob_losses(*arguments):
+    def of_stats(implementation, hidden, head, targets, candidates, weights):
+        return per_token_loss(token_stats(hidden, head, targets, candidates, implementation=implementation), weights)
+
+    def forward_gradient(hidden, head, targets, candidates, weights):
+        return token_loss(per_token_loss, hidden, head, targets, candidates, weights)[0]
+
+    served = [i.name for i in api.IMPLEMENTATIONS if api.unsupported_reason(i.name, *arguments) is None]
+    ours = {n: functools.partial(of_stats, n) for n in served if n != "reference"}
+    dense = functools.partial(of_stats, "reference")
+    return ours | {
+        "xla, gradient in forward": forward_gradient,
+        "dense": dense,
+        "dense, recomputed": jax.checkpoint(dense),
+    }
+
+
+def _logprob_peers():
+    """Those that are installed (`pip install .[bench]`)."""
+    peers = {}
+    if importlib.util.find_spec("jax_cce"):
+        from jax_cce import linear_cross_entropy
+
+        peers["jax-cce (mean loss only)"] = lambda hidden, head, targets, *_: linear_cross_entropy(
+            hidden, head, targets
+        )
+    if importlib.util.find_spec("optax"):
+        import optax
+
+        def dense_optax(hidden, head, targets, *_):
+            logits = jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+        peers["optax on dense logits (mean loss only)"] = dense_optax
+    return peers
+
+
+def attention_cases(shape: tuple[int, ...], settings: Settings) -> list[Case]:
+    """Shape (T, H, G, C): one row of T tokens in 4 segments, H heads of width C, G of them for keys and values."""
+    tokens, heads, kv_heads, width = shape
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(1, tokens, n, width)), settings.dtype) for n in (heads, kv_heads, kv_heads)
+    )
+    segment_ids = jnp.repeat(jnp.arange(1, 5, dtype=jnp.int32), -(-tokens // 4))[None, :tokens]
+    positions = (jnp.arange(tokens, dtype=jnp.int32) % -(-tokens // 4))[None]
+
+    def ours(query, key, value):
+        return attention(query, key, value, positions=positions, segment_ids=segment_ids).astype(jnp.float32).sum()
+
+    def dense(query, key, value):
+        mask = (segment_ids[:, :, None] == segment_ids[:, None]) & (positions[:, :, None] >= positions[:, None])
+        out = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+        return out.astype(jnp.float32).sum()
+
+    products = 2 if settings.passes == "forward" else 6
+    flop = 2.0 * products * heads * width * tokens * tokens / 8  # half of each of 4 squares
+    cases = {"attention": ours, "dense mask": dense}
+    return [Case(n, differentiated(f, settings.passes), (query, key, value), flop) for n, f in cases.items()]
+
+
+def grouped_matmul_cases(shape: tuple[int, ...], settings: Settings) -> list[Case]:
+    """Shape (rows, D, F, E): the rows spread unevenly over E matrices [D, F]."""
+    count, width, out, groups = shape
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(count, width)), settings.dtype)
+    weights = jnp.asarray(rng.normal(size=(groups, width, out)) / np.sqrt(width), settings.dtype)
+    sizes = jnp.asarray(rng.multinomial(count, rng.dirichlet(np.ones(groups))), jnp.int32)
+
+    def ours(x, weights):
+        return grouped_matmul(x, weights, sizes).astype(jnp.float32).sum()
+
+    def every_expert(x, weights):
+        member = jnp.repeat(jnp.arange(groups), sizes, total_repeat_length=count)[:, None] == jnp.arange(groups)
+        return jnp.einsum("ne,nd,edf->nf", member.astype(x.dtype), x, weights).astype(jnp.float32).sum()
+
+    products = {"forward": 1, "frozen": 2, "backward": 3}[settings.passes]
+    cases = {"grouped_matmul": ours, "every row by every matrix": every_expert}
+    flop = 2.0 * products * count * width * out
+    return [Case(n, differentiated(f, settings.passes), (x, weights), flop) for n, f in cases.items()]
+
+
+FAMILIES: dict[str, tuple[Family, list[tuple[int, ...]]]] = {
+    "logprob": (logprob_cases, [(2048, 256, 32768), (1024, 576, 49152)]),
+    "attention": (attention_cases, [(1024, 9, 3, 64)]),
+    "grouped_matmul": (grouped_matmul_cases, [(2048, 256, 512, 8)]),
+}
+
+
+def differentiated(function: Callable[..., Any], passes: str) -> Callable[..., Any]:
+    if passes == "forward":
+        return function
+    return jax.value_and_grad(function, (0,) if passes == "frozen" else (0, 1))
+
+
+def product_rate(dtype: Any, size: int) -> float:
+    """FLOP/s of a square matrix product, the best of 9."""
+    x = jnp.ones((size, size), dtype)
+    run = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32)).lower(x).compile()
+    jax.block_until_ready(run(x))
+    return 2.0 * size**3 / min(_timed(run, (x,)) for _ in range(9))
+
+
+def measure(family: str, shape: tuple[int, ...], settings: Settings, rounds: int, rate: float) -> list[Row]:
+    """A row for every case: compiled first, one run of each left out, then `rounds` of all in turn."""
+    cases = FAMILIES[family][0](shape, settings)
+    compiled = [jax.jit(c.function).lower(*c.arguments).compile() for c in cases]
+    seconds = [
+        [_timed(run, case.arguments) for run, case in zip(compiled, cases, strict=True)] for _ in range(rounds + 1)
+    ]
+    rows = []
+    for case, run, times in zip(cases, compiled, zip(*seconds[1:], strict=True), strict=True):
+        median = statistics.median(times)
+        memory = run.memory_analysis()
+        if memory is None:
+            raise RuntimeError(f"{jax.default_backend()} does not say how much memory a program needs")
+        tflops, floor = case.flop / median / 1e12, case.flop / rate
+        rows.append(Row(family, shape, case.name, median, min(times), tflops, floor, memory.temp_size_in_bytes))
+    return rows
+
+
+def _timed(run, arguments) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run(*arguments))
+    return time.perf_counter() - start
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, each case as a multiple of the first of its family and shape."""
+    lines = ["| | ms | of the first | TFLOP/s | of the floor | temporary MiB |", "|:--|--:|--:|--:|--:|--:|"]
+    first = rows[0]
+    for row in rows:
+        if (row.family, row.shape) != (first.family, first.shape) or row is rows[0]:
+            first = row
+            lines.append(f"| **{row.family} {' × '.join(map(str, row.shape))}** | | | | | |")
+        lines.append(
+            f"| {row.case} | {1e3 * row.seconds:,.1f} | {row.seconds / first.seconds:.2f} | {row.tflops:.3g} | "
+            f"{row.floor_seconds / row.seconds:.0%} | {row.temporary_bytes / 2**20:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rlx_kernels.bench", description=__doc__.split("\n")[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--shapes", nargs="+", type=_shape, help="of one family; T,D,V of logprob")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--passes", choices=["forward", "frozen", "backward"], default="backward")
+    parser.add_argument("--candidates", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rate-size", type=int, default=2048, help="of the square product that gives the floor's rate")
+    parser.add_argument("--json", type=Path, help="also writes the rows there")
+    given = parser.parse_args(arguments)
+    if given.shapes and len(given.families) != 1:
+        parser.error(f"--shapes are those of one family; name it: --families {given.families[0]}")
+    settings = Settings(jnp.dtype(given.dtype), given.candidates, given.passes)
+    rate, rows = product_rate(settings.dtype, given.rate_size), []
+    for family in given.families:
+        for shape in given.shapes or FAMILIES[family][1]:
+            rows += measure(family, shape, settings, given.rounds, rate)
+    device = jax.devices()[0].device_kind
+    print(f"jax {jax.__version__} on {device}, {given.dtype}, {given.passes}, product {rate / 1e12:.3g} TFLOP/s")
+    print(table(rows))
+    if given.json:
+        head = {"jax": jax.__version__, "device": device, "dtype": given.dtype, "passes": given.passes, "rate": rate}
+        given.json.write_text(json.dumps(head | {"rows": [row._asdict() for row in rows]}, indent=1))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
+if __name__ == "__main__":
+    main()

@@ -98,8 +98,11 @@ def samples_of(work: Work, vocab: int, head: int) -> list[Trajectory]:
     return found
 
 
-def packing_of(row: int, targets: int, head: int, share: bool) -> PackingConfig:
-    return PackingConfig(row, targets, max(MICRO_BATCH // row, 1), 10**6, head, share)
+def packing_of(row: int, targets: int, rows: int, head: int, share: bool) -> PackingConfig:
+    """Micro-batches of about MICRO_BATCH tokens that `rows` rows fill to the last one."""
+    most = max(MICRO_BATCH // row, 1)
+    each = max(n for n in range(1, most + 1) if rows % n == 0)
+    return PackingConfig(row, targets, each, 10**6, head, share)
 
 
 def compare(name: str, arch: Architecture, work: Work, *, lora: bool, repeats: int) -> None:
@@ -110,8 +113,10 @@ def compare(name: str, arch: Architecture, work: Work, *, lora: bool, repeats: i
     config, head = parse(tree), HEAD if lora else 0
     trajectories = samples_of(work, arch.vocab_size, head)
     own = work.response - 1  # the last token of a response predicts nothing
-    whole = packing_of(work.prompt + own, work.response, head, share=False)
-    shared = packing_of(work.prompt + work.samples * own, work.samples * work.response, head, share=True)
+    count = work.groups * work.samples
+    whole = packing_of(work.prompt + own, work.response, count, head, share=False)
+    targets = work.samples * work.response
+    shared = packing_of(work.prompt + work.samples * own, targets, work.groups, head, share=True)
     sides = [Side(arch, config, trajectories, packing) for packing in (whole, shared)]
     first = [side.update()[1] for side in sides]
     for scalar in ("loss", "grad_norm"):

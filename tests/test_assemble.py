@@ -132,7 +132,7 @@ def test_the_engine_serves_the_policy_and_stops_at_the_end_of_a_turn(config, mod
     assert (engine.admission, engine.config.context) == (3, 32)
     assert engine.config.head_size == 4
     assert engine.version == 5
-    assert engine.buckets == (8, 16, 32)
+    assert engine.config.ends == (8, 16, 32)
 
 
 # -------------------------------------------------------------------------------------------------------------- shapes

@@ -121,8 +121,7 @@ def get_config() -> ConfigDict:
     c.learner.prefix_sharing = True  # compute a prompt once for all samples of its group in a row
     c.learner.nonfinite_limit = 3  # skipped updates in a row that stop the run
     c.learner.logprob_implementation = "auto"  # auto | reference | xla | mosaic
-    # auto: what the dtypes say | bfloat16 | bfloat16_3x | tensorfloat32 (NVIDIA GPUs) | float32
-    c.learner.head_precision = "auto"
+    c.learner.head_precision = "auto"  # auto (by dtype) | bfloat16 | bfloat16_3x | tensorfloat32 (GPU) | float32
 
     c.objective = ConfigDict()
     c.objective.advantage = "group_mean"  # group_mean | group_std | leave_one_out | batch_whitened | mean_normalised

@@ -32,7 +32,7 @@ def get_config(variant: str = "") -> ConfigDict:
     c.learner.learning_rate = 1e-3
     c.learner.schedule = "linear"
     c.learner.final_learning_rate_fraction = 0.1
-    c.learner.row_targets = 128
+    c.learner.micro_batch_rows = 2
     c.checkpoint.every = 10
     if variant == "smoke":
         c.run.name = "smoke"

@@ -4,7 +4,8 @@
 
 Every case of a family and shape runs once in each round, in turn; times are medians. Effective TFLOP/s counts the
 products that nobody can avoid (recomputed ones are not counted); the floor is those at the rate of one plain product in
-the same run. Temporary memory is XLA's, of the compiled program, without arguments and results.
+the same run. Temporary memory is XLA's, of the compiled program, without arguments and results. A case that runs out of
+memory is a row that says so.
 """
 
 import argparse
@@ -36,18 +37,18 @@ class Case(NamedTuple):
 class Settings(NamedTuple):
     dtype: Any
     candidates: int
-    passes: str  # forward, backward (both passes, a trained head), frozen (both passes, a frozen head)
+    passes: str  # forward, backward (both passes, every gradient), frozen (both passes, that of the first array only)
 
 
 class Row(NamedTuple):
     family: str
     shape: tuple[int, ...]
     case: str
-    seconds: float  # median
-    fastest: float
-    tflops: float
+    seconds: float | None  # median; None: did not fit in memory
+    fastest: float | None
+    tflops: float | None
     floor_seconds: float
-    temporary_bytes: int
+    temporary_bytes: int | None  # None: not compiled, or the backend does not say
 
 
 Family = Callable[[tuple[int, ...], Settings], list[Case]]
@@ -66,7 +67,7 @@ def logprob_cases(shape: tuple[int, ...], settings: Settings) -> list[Case]:
     products = {"forward": 1, "frozen": 2, "backward": 3}[settings.passes]
     arguments = hidden, head, targets, candidates, weights
     flop = 2.0 * products * tokens * width * vocab
-    return [Case(name, differentiated(f, settings.passes), arguments, flop) for name, f in functions.items()]
+    return [Case(name, differentiated(f, settings.passes, 2), arguments, flop) for name, f in functions.items()]
 
 
 def per_token_loss(stats, weights):
@@ -129,10 +130,10 @@ def attention_cases(shape: tuple[int, ...], settings: Settings) -> list[Case]:
         out = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
         return out.astype(jnp.float32).sum()
 
-    products = 2 if settings.passes == "forward" else 6
+    products = {"forward": 2, "frozen": 4, "backward": 6}[settings.passes]  # frozen: dP and dQ, not dK and dV
     flop = 2.0 * products * heads * width * tokens * tokens / 8  # half of each of 4 squares
     cases = {"attention": ours, "dense mask": dense}
-    return [Case(n, differentiated(f, settings.passes), (query, key, value), flop) for n, f in cases.items()]
+    return [Case(n, differentiated(f, settings.passes, 3), (query, key, value), flop) for n, f in cases.items()]
 
 
 def grouped_matmul_cases(shape: tuple[int, ...], settings: Settings) -> list[Case]:
@@ -153,7 +154,7 @@ def grouped_matmul_cases(shape: tuple[int, ...], settings: Settings) -> list[Cas
     products = {"forward": 1, "frozen": 2, "backward": 3}[settings.passes]
     cases = {"grouped_matmul": ours, "every row by every matrix": every_expert}
     flop = 2.0 * products * count * width * out
-    return [Case(n, differentiated(f, settings.passes), (x, weights), flop) for n, f in cases.items()]
+    return [Case(n, differentiated(f, settings.passes, 2), (x, weights), flop) for n, f in cases.items()]
 
 
 FAMILIES: dict[str, tuple[Family, list[tuple[int, ...]]]] = {
@@ -163,10 +164,11 @@ FAMILIES: dict[str, tuple[Family, list[tuple[int, ...]]]] = {
 }
 
 
-def differentiated(function: Callable[..., Any], passes: str) -> Callable[..., Any]:
+def differentiated(function: Callable[..., Any], passes: str, trained: int) -> Callable[..., Any]:
+    """In the first argument where the rest is frozen, else in the first `trained`."""
     if passes == "forward":
         return function
-    return jax.value_and_grad(function, (0,) if passes == "frozen" else (0, 1))
+    return jax.value_and_grad(function, (0,) if passes == "frozen" else tuple(range(trained)))
 
 
 def product_rate(dtype: Any, size: int) -> float:
@@ -178,21 +180,40 @@ def product_rate(dtype: Any, size: int) -> float:
 
 
 def measure(family: str, shape: tuple[int, ...], settings: Settings, rounds: int, rate: float) -> list[Row]:
-    """A row for every case: compiled first, one run of each left out, then `rounds` of all in turn."""
+    """A row for every case: compiled first, one run of each left out, then `rounds` of all that fit in turn."""
     cases = FAMILIES[family][0](shape, settings)
-    compiled = [jax.jit(c.function).lower(*c.arguments).compile() for c in cases]
-    seconds = [
-        [_timed(run, case.arguments) for run, case in zip(compiled, cases, strict=True)] for _ in range(rounds + 1)
-    ]
-    rows = []
-    for case, run, times in zip(cases, compiled, zip(*seconds[1:], strict=True), strict=True):
-        median = statistics.median(times)
-        memory = run.memory_analysis()
-        if memory is None:
-            raise RuntimeError(f"{jax.default_backend()} does not say how much memory a program needs")
-        tflops, floor = case.flop / median / 1e12, case.flop / rate
-        rows.append(Row(family, shape, case.name, median, min(times), tflops, floor, memory.temp_size_in_bytes))
-    return rows
+    compiled = [_if_it_fits(_compile, c) for c in cases]
+    fits = [run is not None and _if_it_fits(_timed, run, c.arguments) is not None for run, c in zip(compiled, cases)]
+    seconds: list[list[float | None]] = [[] for _ in cases]
+    for _ in range(rounds):
+        for case, run, fit, times in zip(cases, compiled, fits, seconds):
+            if fit:
+                times.append(_if_it_fits(_timed, run, case.arguments))
+    return [_row(family, shape, *of_case, rate) for of_case in zip(cases, compiled, seconds)]
+
+
+def _row(family, shape, case, run, times, rate) -> Row:
+    floor = case.flop / rate
+    memory = None if run is None else run.memory_analysis()
+    temporary_bytes = None if memory is None else memory.temp_size_in_bytes
+    if not times or None in times:
+        return Row(family, shape, case.name, None, None, None, floor, temporary_bytes)
+    median = statistics.median(times)
+    return Row(family, shape, case.name, median, min(times), case.flop / median / 1e12, floor, temporary_bytes)
+
+
+def _if_it_fits(function, *arguments):
+    """None where it runs out of memory, compiling or running."""
+    try:
+        return function(*arguments)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+
+
+def _compile(case):
+    return jax.jit(case.function).lower(*case.arguments).compile()
 
 
 def _timed(run, arguments) -> float:
@@ -209,11 +230,17 @@ def table(rows: list[Row]) -> str:
         if (row.family, row.shape) != (first.family, first.shape) or row is rows[0]:
             first = row
             lines.append(f"| **{row.family} {' × '.join(map(str, row.shape))}** | | | | | |")
-        lines.append(
-            f"| {row.case} | {1e3 * row.seconds:,.1f} | {row.seconds / first.seconds:.2f} | {row.tflops:.3g} | "
-            f"{row.floor_seconds / row.seconds:.0%} | {row.temporary_bytes / 2**20:,.0f} |"
-        )
+        lines.append(f"| {row.case} | {_figures(row, first)} |")
     return "\n".join(lines)
+
+
+def _figures(row: Row, first: Row) -> str:
+    memory = "" if row.temporary_bytes is None else f"{row.temporary_bytes / 2**20:,.0f}"
+    if row.seconds is None:
+        return f"did not fit | | | | {memory}"
+    of_first = "" if first.seconds is None else f"{row.seconds / first.seconds:.2f}"
+    floor = f"{row.floor_seconds / row.seconds:.0%}"
+    return f"{1e3 * row.seconds:,.1f} | {of_first} | {row.tflops:.3g} | {floor} | {memory}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -225,21 +252,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--candidates", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rate-size", type=int, default=2048, help="of the square product that gives the floor's rate")
-    parser.add_argument("--json", type=Path, help="also writes the rows there")
+    parser.add_argument("--json", type=Path, help="also writes the rows there, as they come")
     given = parser.parse_args(arguments)
     if given.shapes and len(given.families) != 1:
         parser.error(f"--shapes are those of one family; name it: --families {given.families[0]}")
     settings = Settings(jnp.dtype(given.dtype), given.candidates, given.passes)
-    rate, rows = product_rate(settings.dtype, given.rate_size), []
+    device = jax.devices()[0].device_kind
+    rate = product_rate(settings.dtype, given.rate_size)
+    head = {"jax": jax.__version__, "device": device, "dtype": given.dtype, "passes": given.passes, "rate": rate}
+    print(f"jax {jax.__version__} on {device}, {given.dtype}, {given.passes}, product {rate / 1e12:.3g} TFLOP/s")
+    rows: list[Row] = []
     for family in given.families:
         for shape in given.shapes or FAMILIES[family][1]:
             rows += measure(family, shape, settings, given.rounds, rate)
-    device = jax.devices()[0].device_kind
-    print(f"jax {jax.__version__} on {device}, {given.dtype}, {given.passes}, product {rate / 1e12:.3g} TFLOP/s")
+            if given.json:  # each time: a later shape may fail
+                given.json.write_text(json.dumps(head | {"rows": [row._asdict() for row in rows]}, indent=1))
     print(table(rows))
-    if given.json:
-        head = {"jax": jax.__version__, "device": device, "dtype": given.dtype, "passes": given.passes, "rate": rate}
-        given.json.write_text(json.dumps(head | {"rows": [row._asdict() for row in rows]}, indent=1))
 
 
 def _shape(text: str) -> tuple[int, ...]:

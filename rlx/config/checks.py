@@ -306,6 +306,12 @@ def _learner(config: Config) -> list[str]:
             f"set one of {', '.join(served)}, or the implementation to 'auto'"
         )
         problems.append(_said("learner.head_precision", learner.head_precision, why))
+    if config.model.dtype == "bfloat16" and learner.head_precision not in ("auto", "bfloat16"):
+        why = (
+            "multiplies numbers that config.model.dtype = 'bfloat16' has already rounded; "
+            "set the model's dtype to 'float32', or this to 'auto'"
+        )
+        problems.append(_said("learner.head_precision", learner.head_precision, why))
     return problems
 
 

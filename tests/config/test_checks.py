@@ -64,6 +64,11 @@ WRONG = [
         "learner.head_precision",
         "set one of auto, bfloat16, float32",
     ),
+    (
+        {"model.dtype": "bfloat16", "learner.head_precision": "float32"},
+        "learner.head_precision",
+        "set the model's dtype to 'float32'",
+    ),
     ({"lora.rank": -1}, "lora.rank", "0 or more"),
     ({"lora.alpha": 0.0}, "lora.alpha", "above 0"),
     ({"lora.targets": ("q_porj",)}, "lora.targets[0]", "the nearest is 'q_proj'"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 import types
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AxisType, PartitionSpec
 from rlx_kernels.attention import api, attention, cudnn, unsupported_reason, xla
 from rlx_kernels.attention.xla import Packing
@@ -233,6 +236,52 @@ def reason(case, implementation="cudnn", **options):
     return unsupported_reason(implementation, *arrays, **case.packing, **options)
 
 
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint8, np.int8, np.int16])
+@pytest.mark.parametrize("window", [None, 3])
+def test_positions_and_ids_of_any_integer_type(dtype, window):
+    case = make_case(prefixes=True)
+    narrow = {name: x.astype(dtype) for name, x in case.packing.items()}
+    out = attention(*case.arrays, **narrow, window=window)
+    np.testing.assert_allclose(out, dense64(case, window), atol=2e-6)
+
+
+def test_distances_do_not_wrap_in_a_narrow_type():
+    """110 - -100 is -46 in int8."""
+    case = make_case()
+    positions = jnp.where(case.segment_ids > 0, case.positions * 14 - 100, 0)
+    assert positions.max() == 110
+    given = {"positions": positions.astype(jnp.int8), "segment_ids": jnp.asarray(case.segment_ids)}
+    np.testing.assert_allclose(attention(*case.arrays, **given), dense64(case), atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens", [23, 2048], ids=["whole scores", "chunks"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_nothing_that_padding_holds_matters(tokens, poison):
+    """Nor its cotangents. Ids of 0 and -1 are padding; 2,048 tokens are more than a chunk."""
+    case = make_case()
+    more = ((0, 0), (0, tokens - 23))
+    ids = {name: jnp.pad(x, more) for name, x in case.packing.items() if x is not None}
+    ids["segment_ids"] = jnp.where(ids["segment_ids"] == 0, -(jnp.arange(tokens) % 2), ids["segment_ids"])
+    padding = (ids["segment_ids"] <= 0)[..., None, None]
+    d_out = jnp.asarray(np.random.default_rng(1).normal(size=case.query.shape), jnp.float32)
+    *arrays, d_out = (jnp.where(padding, poison, jnp.pad(x, (*more, (0, 0), (0, 0)))) for x in (*case.arrays, d_out))
+    out, pullback = jax.vjp(jax.jit(functools.partial(attention, **ids)), *arrays)
+    got = out, *pullback(d_out)
+    assert all((x[:, 23:] == 0).all() for x in got)
+    assert_close([x[:, :23] for x in got], dense64(case, d_out=np.where(padding[:, :23], 0, d_out[:, :23])), 2e-6)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_float32_ask_for_the_highest_precision(attend, dtype):
+    case = make_case()
+    loss = lambda *qkv: attend(*qkv, **case.packing).astype(jnp.float32).sum()  # noqa: E731
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*(x.astype(dtype) for x in case.arrays)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) >= 5
+    assert {"precision = [HIGHEST, HIGHEST]" in line for line in products} == {dtype == jnp.float32}
+
+
 def hopper(monkeypatch, capability="9.0"):
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -257,6 +306,19 @@ def test_cudnn_says_why_it_cannot(monkeypatch):
     assert "jax is 0.12.0" in reason(case, max_segments=3)
 
 
+def test_another_jax_still_imports_it(monkeypatch):
+    """One whose private interface has moved."""
+    monkeypatch.setitem(sys.modules, "jax._src.cudnn", None)
+    monkeypatch.setitem(sys.modules, "jax._src.cudnn.fused_attention_stablehlo", None)
+    monkeypatch.setattr(jax, "__version__", "0.12.0")
+    spec = importlib.util.spec_from_file_location("cudnn_of_another_jax", cudnn.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    case = make_case()
+    packing = Packing(case.positions, case.segment_ids, None, None, 3)
+    assert "jax is 0.12.0" in module.unsupported_reason(*case.arrays, packing)
+
+
 def test_segments_become_ranges():
     case = make_case()
     starts, lengths, kept = cudnn.segment_ranges(Packing(case.positions, case.segment_ids, None, None, 3))
@@ -278,8 +340,8 @@ def test_a_broken_promise_is_noticed():
 
 @pytest.mark.parametrize("window", [None, 64])
 def test_cudnn_lowers_for_cuda(monkeypatch, window):
-    monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 91_000)
-    monkeypatch.setattr(cudnn.fused, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91_000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
     shape = jax.ShapeDtypeStruct
     query, key = shape((2, 1024, 8, 128), jnp.bfloat16), shape((2, 1024, 2, 128), jnp.bfloat16)
     ids = shape((2, 1024), jnp.int32)
@@ -301,10 +363,13 @@ def test_cudnn_lowers_for_cuda(monkeypatch, window):
         ({"query": jnp.zeros((2, 22, 4, 8))}, r"must agree in rows, tokens and width"),
         ({"value": jnp.zeros((2, 23, 2, 9))}, r"must be \[rows, T, H, D\], key .* and value .* of one shape"),
         ({"query": jnp.zeros((2, 23, 4, 8), jnp.bfloat16)}, "query is bfloat16, key float32, value float32"),
-        ({"window": 0}, r"window=0 must be at least 1, or None"),
-        ({"max_segments": 0}, r"max_segments=0 must be at least 1, or None"),
+        ({"window": 0}, r"window=0 must be an int from 1 to 2147483647, or None"),
+        ({"window": 1.5}, r"window=1.5 must be an int"),
+        ({"window": 2**40}, r"window=1099511627776 must be an int from 1 to 2147483647"),
+        ({"max_segments": 0}, r"max_segments=0 must be an int from 1"),
         ({"positions": jnp.zeros((2, 22), jnp.int32)}, r"positions int32\[2, 22\] must be integers \[2, 23\]"),
         ({"segment_ids": jnp.zeros((2, 23))}, r"segment_ids float32\[2, 23\] must be integers"),
+        ({"prefix_ids": jnp.zeros((2, 23))}, r"prefix_ids float32\[2, 23\] must be integers"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -315,6 +380,16 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
     arrays = [given.pop(name) for name in ("query", "key", "value")]
     with pytest.raises(ValueError, match=message):
         api.check_arguments(*arrays, Packing(**given))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cudnn"])
+def test_a_reason_is_asked_of_arguments_that_fit(implementation):
+    case = make_case()
+    query, key, value = case.arrays
+    with pytest.raises(ValueError, match="window=0 must be an int"):
+        unsupported_reason(implementation, query, key, value, **case.packing, window=0)
+    with pytest.raises(ValueError, match="query is bfloat16, key float32"):
+        unsupported_reason(implementation, query.astype(jnp.bfloat16), key, value, **case.packing)
 
 
 def test_an_unknown_implementation_names_the_nearest():

@@ -109,6 +109,63 @@ def test_rows_of_no_group_do_not_matter(name):
     assert_close(got, dense64(x, weights, d_out, SIZES["rows of no group"]))
 
 
+@every_implementation
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_other_rows_hold_does_not_leak(name, poison):
+    """Rows of no group not at all, those of a group only into its own matrix."""
+    sizes = SIZES["rows of no group"]
+    x, weights, d_out = arrays()
+    rows = jnp.arange(ROWS)[:, None]
+    bad = (rows >= 24) | (rows == 13)  # the first of group 3; blocks of group 1 read on into it
+    if name == "ragged_dot":  # on a CPU it is one dense product: only rows of no group can be kept out
+        bad = rows >= 24
+    out, d_x, d_weights = with_gradients(name)(
+        jnp.where(bad, poison, x), weights, jnp.where(bad, poison, d_out), jnp.asarray(sizes, jnp.int32)
+    )
+    wanted, d_x_wanted, d_weights_wanted = dense64(x, weights, d_out, sizes)
+    good = ~np.asarray(bad)[:24, 0]
+    np.testing.assert_allclose(out[:24][good], wanted[:24][good], atol=1e-5)
+    np.testing.assert_allclose(d_x[:24][good], d_x_wanted[:24][good], atol=1e-5)
+    assert (out[24:] == 0).all()
+    assert (d_x[24:] == 0).all()
+    groups = np.array([0, 1, 2, 4] if bad[13] else range(5))
+    np.testing.assert_allclose(d_weights[groups], d_weights_wanted[groups], atol=1e-5)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    "sizes, meant",
+    [
+        ([7, 40, 2**31 - 1, 2**31 - 1, 5], [7, 34, 0, 0, 0]),
+        ([10, -3, 20, -(2**31), 50], [10, 0, 20, 0, 11]),
+    ],
+    ids=["too many", "negative"],
+)
+def test_sizes_beyond_the_rows_are_cut_off(name, sizes, meant):
+    given = arrays()
+    assert_close(with_gradients(name)(*given, jnp.asarray(sizes, jnp.int32)), dense64(*given, meant))
+
+
+@pytest.mark.parametrize("dtype, most", [(jnp.int8, 127), (jnp.uint8, 255), (jnp.uint32, 2**32 - 1)])
+def test_sizes_of_any_integer_type(dtype, most):
+    sizes = xla.bounded(jnp.asarray([100, 100, most], dtype), 300)
+    assert sizes.dtype == jnp.int32
+    assert sizes.tolist() == [100, 100, 100]
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_float32_ask_for_the_highest_precision(name, dtype):
+    x, weights, _ = arrays(dtype)
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+    loss = lambda x, w: IMPLEMENTATIONS[name](x, w, sizes).astype(jnp.float32).sum()  # noqa: E731
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weights))
+    products = text.count(" dot_general[") + text.count(" ragged_dot_general[")
+    assert products == 3
+    highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") + text.count("precision=Precision.HIGHEST")
+    assert highest == (products if dtype == jnp.float32 else 0)
+
+
 def test_frozen_weights_have_no_gradient_product():
     x, weights, d_out = arrays()
     sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
@@ -155,13 +212,16 @@ def test_a_block_is_about_half_a_group():
 
 def test_tokamax_says_why_it_cannot(monkeypatch):
     x, weights, _ = arrays()
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert unsupported_reason("tokamax", x, weights) == "the package tokamax is not installed: pip install tokamax"
+    assert (
+        unsupported_reason("tokamax", x, weights, sizes) == "the package tokamax is not installed: pip install tokamax"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert unsupported_reason("tokamax", x, weights) == "needs a GPU or a TPU; the default backend is cpu"
+    assert unsupported_reason("tokamax", x, weights, sizes) == "needs a GPU or a TPU; the default backend is cpu"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert "bfloat16, not float32" in str(unsupported_reason("tokamax", x, weights))
-    assert unsupported_reason("tokamax", x.astype(jnp.bfloat16), weights) is None
+    assert "bfloat16, not float32" in str(unsupported_reason("tokamax", x, weights, sizes))
+    assert unsupported_reason("tokamax", *(a.astype(jnp.bfloat16) for a in (x, weights)), sizes) is None
 
 
 def test_none_takes_what_is_made_for_the_platform():
@@ -184,6 +244,13 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
     given = {"x": x, "weights": weights, "group_sizes": jnp.zeros(5, jnp.int32), **changes}
     with pytest.raises(ValueError, match=message):
         api.check_arguments(**given)
+
+
+@pytest.mark.parametrize("name", ["xla", "ragged_dot", "tokamax"])
+def test_a_reason_is_asked_of_arguments_that_fit(name):
+    x, weights, _ = arrays()
+    with pytest.raises(ValueError, match="x is bfloat16 and weights float32"):
+        unsupported_reason(name, x.astype(jnp.bfloat16), weights, jnp.zeros(5, jnp.int32))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from rlx_kernels.logprob import token_loss, token_stats
 
-from tests.kernels.logprob_suite import assert_close, make_case, token_loss_in_chunks_of_5
+from tests.kernels.logprob_suite import (
+    assert_close,
+    cotangents,
+    exact_gradients,
+    make_case,
+    token_loss_in_chunks_of_5,
+)
 
 RUNS = {"one_chunk": token_loss, "chunks_of_5": token_loss_in_chunks_of_5}
 every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -70,6 +76,22 @@ def test_the_gradient_follows_the_cotangent_of_the_loss(run):
 
 
 @every_run
+def test_ids_outside_the_vocabulary_have_no_gradient(run):
+    case = make_case()
+    bad = case._replace(targets=case.targets.at[2].set(101), candidates=case.candidates.at[3, 1].set(-1))
+    weights = cotangents(case)
+    whole = [(0 * weights[0] + 1).at[2].set(0), (0 * weights[3] + 1).at[3, 1].set(0)]  # 0 where an id is outside
+
+    def loss(stats, given):
+        weighted = (x * g for x, g in zip(stats, given, strict=True))
+        return sum(x.sum() for x in weighted)
+
+    got = jax.grad(lambda *x: run(loss, *x, *bad[2:], weights)[0], (0, 1))(*case[:2])
+    without = (weights[0] * whole[0], *weights[1:3], weights[3] * whole[1])
+    assert_close(got, exact_gradients(case, without))
+
+
+@every_run
 def test_micro_batches_in_a_scan_add_up(run):
     cases = [make_case(seed=s) for s in range(3)]
     stacked, given = jax.tree.map(lambda *x: jnp.stack(x), *cases), arguments(cases[0])
@@ -116,6 +138,31 @@ def test_the_loss_may_go_without_candidates_and_arguments():
 def test_a_loss_per_token_is_refused():
     with pytest.raises(ValueError, match=r"loss_fn gave float32\[13\]; it must sum over its tokens"):
         token_loss(lambda stats, _: stats.logprob, *make_case())
+
+
+@pytest.mark.parametrize(
+    "loss_fn, message",
+    [
+        (lambda stats, _: 3.0, r"loss_fn gave 3\.0, a float; it must return one float32 scalar array"),
+        (lambda stats, _: None, "loss_fn gave None, a NoneType"),
+        (lambda stats, _: (stats.logprob.sum(), {}), "loss_fn gave .*, a tuple; .*metrics come from the statistics"),
+        (lambda stats, _: stats.logprob.sum().astype(jnp.bfloat16), r"loss_fn gave bfloat16\[\]; .*astype"),
+    ],
+)
+def test_a_loss_that_is_no_float32_scalar_is_refused(loss_fn, message):
+    with pytest.raises(ValueError, match=message):
+        token_loss(loss_fn, *make_case())
+
+
+def test_a_loss_that_closes_over_a_differentiated_array_is_refused():
+    case = make_case()
+
+    def loss(hidden, scale):
+        return token_loss(lambda stats, _: scale * stats.logprob.sum(), hidden, *case[1:])[0]
+
+    with pytest.raises(ValueError, match=r"closes over an array that is differentiated.*pass it in `arguments`"):
+        jax.grad(loss, (0, 1))(case.hidden, 2.0)
+    assert np.isfinite(jax.jit(jax.grad(loss))(case.hidden, 2.0)).all()  # one that is only traced may be closed over
 
 
 def test_arguments_of_another_length_are_refused():

@@ -146,6 +146,18 @@ def test_columns_of_minus_infinity_bring_no_nan_into_a_gradient(entry):
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in got)
 
 
+@entries("reference")
+def test_ids_outside_the_vocabulary_have_no_gradient(entry):
+    """As in the dense definition: their NaN is no function of the logits, and all the rest is as without them."""
+    case = case_for(entry)
+    bad = case._replace(targets=case.targets.at[2].set(101), candidates=case.candidates.at[3, 1].set(-1))
+    weights = cotangents(case)
+    without = (weights[0].at[2].set(0), *weights[1:3], weights[3].at[3, 1].set(0))
+    got = gradients(entry.call, bad, weights)
+    assert_close(got, exact_gradients(case, without), entry.tolerance)
+    assert_close(got, exact_gradients(bad, weights), entry.tolerance)
+
+
 @entries()
 def test_remat_and_scan_over_micro_batches(entry):
     """The shape of a training step: the head's gradient summed over a scan of rematerialised losses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,33 @@ def test_a_loss_that_differs_between_shards_of_the_vocabulary_is_refused():
         )
 
 
+@pytest.mark.parametrize("taken", ["value", "gradient outside", "gradient inside"])
+def test_it_runs_without_jit(taken):
+    given = arrays()
+
+    def both(hidden, head, targets, candidates, weights):
+        """token_stats and token_loss, this device's part of their sum over the tokens."""
+        stats = XLA.call(hidden, head, targets, candidates, temperature=0.8, vocab_axis="tp")
+        options: dict[str, Any] = {"temperature": 0.8, "vocab_axis": "tp"}
+        return per_token(stats, weights), token_loss(per_token, hidden, head, targets, candidates, weights, **options)[
+            0
+        ]
+
+    def body(*x):
+        if taken == "gradient inside":
+            return [jax.grad(lambda h: both(h, *x[1:])[i])(x[0]) for i in range(2)]  # noqa: B023
+        return [jax.lax.psum(value, "dp") for value in both(*x)]
+
+    out_specs = [TOKEN_MATRIX if taken == "gradient inside" else PartitionSpec()] * 2
+    run = jax.shard_map(body, mesh=make_mesh(2, 2), in_specs=(*IN_SPECS, TOKEN_VECTOR), out_specs=out_specs)
+    out, wanted = on_one_device(jnp.float32, 8)
+    if taken == "gradient outside":
+        got = [jax.grad(lambda h: run(h, *given[1:], WEIGHTS)[i])(given[0]) for i in range(2)]  # noqa: B023
+    else:
+        got = run(*given, WEIGHTS)
+    assert_close(got, [per_token(out, WEIGHTS) if taken == "value" else wanted[0]] * 2)
+
+
 def test_a_shard_whose_logits_are_all_minus_infinity_adds_nothing():
     hidden, head, targets, candidates = arrays()
     hidden, head = hidden.at[:, 0].set(1e20), head.at[:, 0].set(0)
@@ -176,10 +204,11 @@ def test_one_maximum_and_one_sum_forwards_and_one_sum_a_gradient(trained, sums):
     assert (sum(maxima), len(maxima) - sum(maxima)) == (1, sums)
 
 
-def test_xla_refuses_untracked_shards_and_says_why():
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_untracked_shards_are_refused(name):
     given = arrays()
-    with pytest.raises(ValueError, match=r"xla: head does not vary over vocab_axis='tp'.*check_vma=True"):
-        sharded(XLA, 1, 2, check_vma=False)(*given)
+    with pytest.raises(ValueError, match=rf"{name}: head does not vary over vocab_axis='tp'.*check_vma=True"):
+        sharded(ENTRIES[name], 1, 2, check_vma=False)(*given)
     with pytest.raises(ValueError, match="does not vary"):
         jax.shard_map(
             lambda h, w, y: token_stats(h, w, y, None, vocab_axis="tp"),

@@ -1,17 +1,19 @@
 """`attention`: one entry for every implementation of packed causal attention, and the choice between them."""
 
-import difflib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
+from rlx_kernels import dispatch
 from rlx_kernels.attention import cudnn, xla
 from rlx_kernels.attention.xla import Packing
 
 __all__ = ["attention", "unsupported_reason"]
+
+INT32_MAX = 2**31 - 1
 
 
 class Implementation(NamedTuple):
@@ -34,9 +36,9 @@ def attention(
     key: Float[Array, "rows tokens kv_heads width"],
     value: Float[Array, "rows tokens kv_heads width"],
     *,
-    positions: Int[Array, "rows tokens"],
-    segment_ids: Int[Array, "rows tokens"],
-    prefix_ids: Int[Array, "rows tokens"] | None = None,
+    positions: Integer[Array, "rows tokens"],
+    segment_ids: Integer[Array, "rows tokens"],
+    prefix_ids: Integer[Array, "rows tokens"] | None = None,
     window: int | None = None,
     max_segments: int | None = None,
     implementation: str | None = None,
@@ -44,13 +46,15 @@ def attention(
     """Softmax attention with scores q·k / sqrt(width), several sequences packed in a row.
 
     Token t sees token s of its row iff segment_ids[s] is segment_ids[t] or prefix_ids[t], positions[s] <= positions[t],
-    and, with a window, positions[t] - positions[s] < window. Segment 0 is padding: it is never seen and its outputs and
-    gradients are 0. prefix_ids name the segment whose tokens come before this token's own, shared by several segments;
-    0 where there is none. heads is a multiple of kv_heads, head h reads kv head h // (heads / kv_heads). Tokens may lie
-    in any order. Products accumulate in float32, the softmax is float32. Differentiable in query, key and value, once.
+    and, with a window (an int), positions[t] - positions[s] < window. Segment ids of 0 and below are padding, which is
+    never seen, whatever it holds, NaN too; its outputs and gradients are 0. prefix_ids name the segment whose tokens
+    come before this token's own, shared by several segments; 0 where there is none. Positions and ids are of any
+    integer type, with values that fit int32. heads is a multiple of kv_heads, head h reads kv head
+    h // (heads / kv_heads). Tokens may lie in any order. Products accumulate in float32, and of float32 they are exact
+    to float32 on every backend; the softmax is float32. Differentiable in query, key and value, once.
 
     `max_segments` is a promise that lets "cudnn" serve: the segments of a row are contiguous, at most that many, and
-    positions count up from 0 in each. A row that breaks it comes out as NaN.
+    positions count up from 0 in each. "cudnn" makes a row that breaks it NaN; "xla" does not read it.
 
     `implementation` is "xla" (exact, any backend, memory linear in the tokens), "cudnn", or None: the first that can.
 
@@ -61,7 +65,13 @@ def attention(
     """
     packing = Packing(positions, segment_ids, prefix_ids, window, max_segments)
     check_arguments(query, key, value, packing)
-    return _resolve(implementation, query, key, value, packing).attention(query, key, value, packing)
+    packing = _in_int32(packing)
+    tried = IMPLEMENTATIONS if implementation is None else [dispatch.find(IMPLEMENTATIONS, implementation)]
+    serving = dispatch.resolve("attention", tried, lambda i: i.unsupported_reason(query, key, value, packing))
+    valid = (packing.segment_ids > 0)[:, :, None, None]
+    # a weight of 0 does not remove a NaN or infinity; masking the output masks its cotangent
+    masked = (jnp.where(valid, x, 0) for x in (query, key, value))
+    return jnp.where(valid, serving.attention(*masked, packing), 0)
 
 
 def unsupported_reason(
@@ -70,34 +80,29 @@ def unsupported_reason(
     key: Float[Array, "rows tokens kv_heads width"],
     value: Float[Array, "rows tokens kv_heads width"],
     *,
-    positions: Int[Array, "rows tokens"],
-    segment_ids: Int[Array, "rows tokens"],
-    prefix_ids: Int[Array, "rows tokens"] | None = None,
+    positions: Integer[Array, "rows tokens"],
+    segment_ids: Integer[Array, "rows tokens"],
+    prefix_ids: Integer[Array, "rows tokens"] | None = None,
     window: int | None = None,
     max_segments: int | None = None,
 ) -> str | None:
-    """Why `implementation` cannot serve these arguments here, None if it can. ValueError for an unknown name."""
+    """Why `implementation` cannot serve these arguments here, None if it can.
+
+    Raises:
+      ValueError: an unknown name, or arguments that `attention` refuses whatever the implementation.
+    """
     packing = Packing(positions, segment_ids, prefix_ids, window, max_segments)
-    return _find(implementation).unsupported_reason(query, key, value, packing)
+    check_arguments(query, key, value, packing)
+    return dispatch.find(IMPLEMENTATIONS, implementation).unsupported_reason(query, key, value, _in_int32(packing))
 
 
-def _resolve(name, query, key, value, packing) -> Implementation:
-    reasons = []
-    for implementation in [_find(name)] if name is not None else IMPLEMENTATIONS:
-        reason = implementation.unsupported_reason(query, key, value, packing)
-        if reason is None:
-            return implementation
-        reasons.append(f"{implementation.name}: {reason}")
-    raise ValueError("attention cannot be served here by " + "; ".join(reasons))
-
-
-def _find(name: str) -> Implementation:
-    for implementation in IMPLEMENTATIONS:
-        if implementation.name == name:
-            return implementation
-    names = [i.name for i in IMPLEMENTATIONS]
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"implementation={name!r} is unknown; nearest: {nearest!r}, all: {', '.join(names)}, or None")
+def _in_int32(packing: Packing) -> Packing:
+    """Distances of positions are signed, and those of a narrow type would wrap."""
+    return packing._replace(
+        positions=jnp.asarray(packing.positions, jnp.int32),
+        segment_ids=jnp.asarray(packing.segment_ids, jnp.int32),
+        prefix_ids=None if packing.prefix_ids is None else jnp.asarray(packing.prefix_ids, jnp.int32),
+    )
 
 
 def check_arguments(query, key, value, packing):
@@ -121,5 +126,5 @@ def check_arguments(query, key, value, packing):
             raise ValueError(f"{name} {ids.dtype}{list(ids.shape)} must be integers {list(query.shape[:2])}")
     for name in ("window", "max_segments"):
         bound = getattr(packing, name)
-        if bound is not None and bound < 1:
-            raise ValueError(f"{name}={bound} must be at least 1, or None for no limit")
+        if bound is not None and not (isinstance(bound, int) and 1 <= bound <= INT32_MAX):
+            raise ValueError(f"{name}={bound!r} must be an int from 1 to {INT32_MAX}, or None for no limit")

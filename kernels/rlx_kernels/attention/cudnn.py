@@ -5,7 +5,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Array, Float
 
 from rlx_kernels.attention.xla import Packing
@@ -40,10 +39,9 @@ def attention(
     packing: Packing,
 ) -> Float[Array, "rows tokens heads width"]:
     """`rlx_kernels.attention.attention` of rows whose segments are contiguous and in order; NaN where they are not."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # private: only a known release gets here
+
     starts, lengths, kept = segment_ranges(packing)
-    valid = (packing.segment_ids > 0)[:, :, None, None]
-    # what cuDNN leaves between segments is not defined, in the output and, backwards, in the gradients
-    query, key, value = (jnp.where(valid, x, 0) for x in (query, key, value))
     out = fused.dot_product_attention(
         query,
         key,
@@ -56,13 +54,14 @@ def attention(
         mask_type=fused.MaskType.PADDING_CAUSAL,
         sliding_window_length=packing.window,
     )
-    return jnp.where(kept[:, None, None, None], jnp.where(valid, out, 0), jnp.nan)
+    return jnp.where(kept[:, None, None, None], out, jnp.nan)
 
 
 def segment_ranges(packing: Packing):
     """(first token [rows, M + 1] and length [rows, M] of each segment, -1 where there is none; is the promise kept)."""
     segments, positions = packing.segment_ids, packing.positions
-    most = max(packing.max_segments or 1, 2)  # with one, the packed layout is off
+    assert packing.max_segments is not None  # or `unsupported_reason` says so
+    most = max(packing.max_segments, 2)  # with one, the packed layout is off
     previous = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
     begins = (segments > 0) & (segments != previous)
     run = jnp.cumsum(begins, axis=1) - 1  # of each token
@@ -75,4 +74,4 @@ def segment_ranges(packing: Packing):
     starts, lengths = jax.vmap(of_row)(begins, run, segments > 0)
     expected = jnp.arange(segments.shape[1]) - jnp.take_along_axis(starts, jnp.clip(run, 0, most), axis=1)
     in_order = (segments == 0) | (positions == expected)
-    return starts, lengths, in_order.all(1) & (begins.sum(1) <= (packing.max_segments or 1))
+    return starts, lengths, in_order.all(1) & (begins.sum(1) <= packing.max_segments)

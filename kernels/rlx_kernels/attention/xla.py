@@ -24,7 +24,7 @@ MIN_CHUNK = 16  # queries
 class Packing(NamedTuple):
     """Which token sees which: `rlx_kernels.attention.attention` has the rule."""
 
-    positions: jax.Array  # [rows, T]
+    positions: jax.Array  # [rows, T] int32, as the two below
     segment_ids: jax.Array  # [rows, T]
     prefix_ids: jax.Array | None  # [rows, T]
     window: int | None
@@ -43,7 +43,7 @@ def attention(
     *,
     chunk: int | None = None,
 ) -> Float[Array, "rows tokens heads width"]:
-    """`rlx_kernels.attention.attention`; `chunk` queries at a time, None = `default_chunk`."""
+    """`rlx_kernels.attention.attention` of finite padding; `chunk` queries at a time, None = `default_chunk`."""
     rows, tokens, heads, _ = query.shape
     chunk = default_chunk(rows * heads * tokens, jax.default_backend()) if chunk is None else chunk
     chunks = -(-tokens // chunk)
@@ -109,13 +109,12 @@ def _backward(options, kept, d_out):
         scores, allowed = _scores(options.window, queries, key, chunk_ids, keys)
         weights = jnp.where(allowed, jnp.exp(scores - logsumexp[..., None]), 0)
         d_out, shared = (_grouped(a, key) for a in (d_out, shared))
-        d_weights = jnp.einsum("rqkgd,rskd->rkgqs", d_out, value, preferred_element_type=jnp.float32)
+        d_weights = _product("rqkgd,rskd->rkgqs", d_out, value)
         d_scores = weights * (d_weights - jnp.moveaxis(shared, 1, 3)) * query.shape[3] ** -0.5
         d_scores = d_scores.astype(query.dtype)
-        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        d_query = product("rkgqs,rskd->rqkgd", d_scores, key).reshape(queries.shape)
-        d_key += product("rkgqs,rqkgd->rskd", d_scores, _grouped(queries, key))
-        d_value += product("rkgqs,rqkgd->rskd", weights.astype(value.dtype), d_out)
+        d_query = _product("rkgqs,rskd->rqkgd", d_scores, key).reshape(queries.shape)
+        d_key += _product("rkgqs,rqkgd->rskd", d_scores, _grouped(queries, key))
+        d_value += _product("rkgqs,rqkgd->rskd", weights.astype(value.dtype), d_out)
         return (d_key, d_value), d_query.astype(query.dtype)
 
     zeros = jnp.zeros(key.shape, jnp.float32)
@@ -137,15 +136,21 @@ def _attend(window, queries, key, value, query_ids, keys):
     mass = weights.sum(-1, keepdims=True)
     mass = jnp.where(mass > 0, mass, 1)  # of a query that sees nothing
     weights = (weights / mass).astype(value.dtype)
-    out = jnp.einsum("rkgqs,rskd->rqkgd", weights, value, preferred_element_type=jnp.float32)
+    out = _product("rkgqs,rskd->rqkgd", weights, value)
     return out.reshape(queries.shape).astype(value.dtype), (top + jnp.log(mass))[..., 0]
 
 
 def _scores(window, queries, key, query_ids, keys):
     """(scores [rows, kv heads, heads of each, C, T] float32, lowest where not seen; is it seen, broadcastable)."""
-    scores = jnp.einsum("rqkgd,rskd->rkgqs", _grouped(queries, key), key, preferred_element_type=jnp.float32)
+    scores = _product("rqkgd,rskd->rkgqs", _grouped(queries, key), key)
     allowed = seen(query_ids, keys, window)[:, None, None]
     return jnp.where(allowed, scores * key.shape[3] ** -0.5, jnp.finfo(jnp.float32).min), allowed
+
+
+def _product(formula, a, b):
+    """Accumulated in float32; matrix units would round float32 operands first if they were not told to keep them."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _grouped(x, key):

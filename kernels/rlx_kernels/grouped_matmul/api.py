@@ -1,6 +1,5 @@
 """`grouped_matmul`: one entry for every implementation, and the choice between them."""
 
-import difflib
 import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,8 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
+from rlx_kernels import dispatch
 from rlx_kernels.grouped_matmul import xla
 
 __all__ = ["grouped_matmul", "unsupported_reason"]
@@ -27,15 +27,16 @@ class Implementation(NamedTuple):
 def grouped_matmul(
     x: Float[Array, "rows width"],
     weights: Float[Array, "groups width out"],
-    group_sizes: Int[Array, "groups"],
+    group_sizes: Integer[Array, "groups"],
     *,
     implementation: str | None = None,
 ) -> Float[Array, "rows out"]:
     """Rows of x times the matrix of their group: the first group_sizes[0] with weights[0], the next with weights[1] ...
 
     Groups may be empty. Rows after the last group give zeros and get zero gradients. Sums accumulate in float32 and are
-    returned in x's dtype; differentiable (reverse mode, once) in `x` and `weights`. The sizes must not add up to more
-    than the rows: they are traced, so this is not checked, and which rows then lose their product is not defined.
+    returned in x's dtype, and products of float32 are exact to float32 on every backend; differentiable (reverse mode,
+    once) in `x` and `weights`. Sizes are traced, so none is refused: rows beyond T are ignored, negative sizes count
+    as 0. What rows of no group and their cotangents hold, NaN too, does not matter.
 
     `implementation` is "xla" (blocks of rows, exact, on any backend), "tokamax" (kernels for GPU and TPU), "ragged_dot"
     (`jax.lax.ragged_dot`: native on a TPU; elsewhere XLA makes it a masked product of all rows for each group),
@@ -47,14 +48,26 @@ def grouped_matmul(
     Source: the grouped product of dropless mixtures of experts, MegaBlocks, arXiv 2211.15841.
     """
     check_arguments(x, weights, group_sizes)
-    return _resolve(implementation, x, weights).grouped_matmul(x, weights, group_sizes)
+    platform = jax.default_backend()
+    automatic = [i for i in IMPLEMENTATIONS if platform in i.automatic]
+    tried = automatic if implementation is None else [dispatch.find(IMPLEMENTATIONS, implementation)]
+    serving = dispatch.resolve("grouped_matmul", tried, lambda i: i.unsupported_reason(x, weights))
+    return serving.grouped_matmul(x, weights, xla.bounded(group_sizes, x.shape[0]))
 
 
 def unsupported_reason(
-    implementation: str, x: Float[Array, "rows width"], weights: Float[Array, "groups width out"]
+    implementation: str,
+    x: Float[Array, "rows width"],
+    weights: Float[Array, "groups width out"],
+    group_sizes: Integer[Array, "groups"],
 ) -> str | None:
-    """Why `implementation` cannot serve these arguments here, None if it can. ValueError for an unknown name."""
-    return _find(implementation).unsupported_reason(x, weights)
+    """Why `implementation` cannot serve these arguments here, None if it can.
+
+    Raises:
+      ValueError: an unknown name, or arguments that `grouped_matmul` refuses whatever the implementation.
+    """
+    check_arguments(x, weights, group_sizes)
+    return dispatch.find(IMPLEMENTATIONS, implementation).unsupported_reason(x, weights)
 
 
 def tokamax_grouped_matmul(x, weights, group_sizes):
@@ -78,7 +91,15 @@ def tokamax_unsupported_reason(x, weights) -> str | None:
 
 
 def ragged_dot(x, weights, group_sizes):
-    return lax.ragged_dot(x, weights, group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+    own = jnp.arange(x.shape[0])[:, None] < group_sizes.sum()
+    out = lax.ragged_dot(
+        jnp.where(own, x, 0),
+        weights,
+        group_sizes,
+        precision=xla.precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.where(own, out.astype(x.dtype), 0)  # and, backwards, the cotangent
 
 
 def _serves_everything(x, weights) -> None:
@@ -91,27 +112,6 @@ IMPLEMENTATIONS = (
     Implementation("ragged_dot", ("tpu",), ragged_dot, _serves_everything),
     Implementation("xla", ("cpu", "gpu", "tpu"), xla.grouped_matmul, _serves_everything),
 )
-
-
-def _resolve(name, x, weights) -> Implementation:
-    platform = jax.default_backend()
-    tried = [_find(name)] if name is not None else [i for i in IMPLEMENTATIONS if platform in i.automatic]
-    reasons = []
-    for implementation in tried:
-        reason = implementation.unsupported_reason(x, weights)
-        if reason is None:
-            return implementation
-        reasons.append(f"{implementation.name}: {reason}")
-    raise ValueError("grouped_matmul cannot be served here by " + "; ".join(reasons))
-
-
-def _find(name: str) -> Implementation:
-    for implementation in IMPLEMENTATIONS:
-        if implementation.name == name:
-            return implementation
-    names = [i.name for i in IMPLEMENTATIONS]
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"implementation={name!r} is unknown; nearest: {nearest!r}, all: {', '.join(names)}, or None")
 
 
 def check_arguments(x, weights, group_sizes):

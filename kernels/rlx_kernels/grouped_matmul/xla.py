@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 MIN_BLOCK, MAX_BLOCK = 32, 512  # rows
 BLOCKS_PER_GROUP = 2  # of the mean group: half a block a group is wasted on average
@@ -21,13 +21,20 @@ BLOCKS_PER_GROUP = 2  # of the mean group: half a block a group is wasted on ave
 def grouped_matmul(
     x: Float[Array, "rows width"],
     weights: Float[Array, "groups width out"],
-    group_sizes: Int[Array, "groups"],
+    group_sizes: Integer[Array, "groups"],
     *,
     block: int | None = None,
 ) -> Float[Array, "rows out"]:
     """`rlx_kernels.grouped_matmul`; `block` rows at a time, None = `default_block`."""
     block = default_block(x.shape[0], weights.shape[0]) if block is None else block
-    return _grouped(block, *_alike(x, weights, group_sizes))
+    return _grouped(block, *_alike(x, weights, bounded(group_sizes, x.shape[0])))
+
+
+def bounded(group_sizes: Integer[Array, "groups"], rows: int) -> Integer[Array, "groups"]:
+    """int32 sizes of at least 0 that add up to at most `rows`: what lies beyond is cut off."""
+    most = min(rows, jnp.iinfo(group_sizes.dtype).max)
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, most).astype(jnp.int32)), rows)
+    return jnp.diff(ends, prepend=0)
 
 
 def default_block(rows: int, groups: int) -> int:
@@ -61,8 +68,7 @@ class _Blocks(NamedTuple):
     row_ends: jax.Array  # [E]
 
 
-def _cut(block, group_sizes):
-    sizes = group_sizes.astype(jnp.int32)
+def _cut(block, sizes):
     blocks = -(-sizes // block)
     ends, row_ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
     return _Blocks(ends[-1], ends, row_ends - sizes, row_ends)
@@ -95,8 +101,9 @@ def _loop_d_weights(block, x, d_out, weights, group_sizes):
 
     def body(i, total):
         group, row, own = _place(block, cut, i)
-        rows = jnp.where(own, lax.dynamic_slice_in_dim(padded, row, block), 0)
-        d_matrix = _dot(rows, lax.dynamic_slice_in_dim(d_padded, row, block), 0, 0)
+        # both: a 0 in one does not remove a NaN of the other
+        rows, d_rows = (jnp.where(own, lax.dynamic_slice_in_dim(a, row, block), 0) for a in (padded, d_padded))
+        d_matrix = _dot(rows, d_rows, 0, 0)
         return lax.dynamic_update_index_in_dim(total, total[group] + d_matrix, group, 0)
 
     zeros = jnp.zeros(weights.shape, jnp.float32)
@@ -104,7 +111,13 @@ def _loop_d_weights(block, x, d_out, weights, group_sizes):
 
 
 def _dot(a, b, a_axis, b_axis):
-    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+    dimensions = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def precision(dtype) -> lax.Precision | None:
+    """Matrix units would round float32 operands first if they were not told to keep them."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def _varying_as(x, like):

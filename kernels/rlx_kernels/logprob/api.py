@@ -1,17 +1,18 @@
 """`token_stats` and `token_loss`: one entry for every implementation of the log-prob head, and the choice of one."""
 
 import difflib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rlx_kernels.logprob import fused, mosaic, reference, xla
 from rlx_kernels.logprob.precision import PRECISIONS, Precision, resolve
 from rlx_kernels.logprob.reference import TokenStats
+from rlx_kernels.logprob.tiling import varying
 
 __all__ = ["Precision", "TokenStats", "token_loss", "token_stats", "unsupported_reason"]
 
@@ -62,7 +63,8 @@ def token_stats(
     vocabulary's. Outside of it nothing is known of shardings: over sharded tokens call it inside `jax.shard_map`.
     Do not wrap it in `jax.checkpoint`: it recomputes its logits by itself.
 
-    `implementation` is "xla", "reference" (dense, for tests), or None: the first that can serve.
+    `implementation` is "mosaic" (kernels for Hopper GPUs), "xla", "reference" (dense, for tests), or None: the first
+    of "mosaic" and "xla" that can serve.
 
     Raises:
       ValueError: arguments that do not fit each other, or an implementation that is unknown or cannot serve them.
@@ -75,7 +77,13 @@ def token_stats(
     precision = resolve(precision, hidden, head)
     serving = _resolve(implementation, hidden, head, targets, candidates, vocab_axis, precision)
     return serving.token_stats(
-        hidden, head, targets, candidates, temperature=temperature, vocab_axis=vocab_axis, precision=precision
+        hidden,
+        head,
+        _int32(targets),
+        None if candidates is None else _int32(candidates),
+        temperature=temperature,
+        vocab_axis=vocab_axis,
+        precision=precision,
     )
 
 
@@ -116,8 +124,8 @@ def token_loss(
         loss_fn,
         hidden,
         head,
-        targets,
-        candidates,
+        _int32(targets),
+        None if candidates is None else _int32(candidates),
         arguments,
         temperature=temperature,
         vocab_axis=vocab_axis,
@@ -135,11 +143,21 @@ def unsupported_reason(
     vocab_axis: str | None = None,
     precision: Precision | None = None,
 ) -> str | None:
-    """Why `implementation` cannot serve these arguments here, None if it can. ValueError for an unknown name."""
+    """Why `implementation` cannot serve these arguments here, None if it can.
+
+    Raises:
+      ValueError: an unknown implementation, or arguments that `token_stats` refuses whatever the implementation.
+    """
+    check_arguments(hidden, head, targets, candidates, 1.0, precision)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if vocab_axis is not None and vocab_axis not in manual:
         return (
             f"vocab_axis={vocab_axis!r} is not a manual mesh axis here ({_listed(manual)}): call inside jax.shard_map"
+        )
+    if vocab_axis is not None and vocab_axis not in varying(head):
+        return (
+            f"head does not vary over vocab_axis={vocab_axis!r}: shard its rows over that axis in shard_map's in_specs "
+            "and leave check_vma=True, from which the backward pass knows where to sum"
         )
     precision = resolve(precision, hidden, head)
     return _find(implementation).unsupported_reason(hidden, head, targets, candidates, vocab_axis, precision)
@@ -165,35 +183,61 @@ def _find(name: str) -> Implementation:
     raise ValueError(_unknown("implementation", name, [i.name for i in IMPLEMENTATIONS]))
 
 
-def _unknown(argument: str, name: str, names) -> str:
+def _unknown(argument: str, name: Any, names) -> str:
+    if not isinstance(name, str):
+        return f"{argument}={name!r} is a {type(name).__name__}, not a string: one of {_listed(names)}, or None"
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     return f"{argument}={name!r} is unknown; nearest: {nearest!r}, all: {_listed(names)}, or None"
 
 
 def check_arguments(hidden, head, targets, candidates, temperature, precision):
-    if isinstance(temperature, jax.core.Tracer) or not (temperature > 0 and math.isfinite(temperature)):
+    lowest, highest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    # a number that float32 rounds to 0 or infinity would make every logit infinite or 0
+    if not isinstance(temperature, int | float | np.number) or not lowest <= temperature <= highest:
         raise ValueError(
-            f"temperature={temperature} must be a finite Python number above 0, static under jit; "
-            "for greedy sampling at temperature 0 score the policy at 1.0"
+            f"temperature={temperature!r} must be a finite Python number above 0, from {lowest:.2g} to "
+            f"{highest:.2g}, static under jit; for greedy sampling at temperature 0 score the policy at 1.0"
         )
-    if precision is not None and precision not in PRECISIONS:
+    if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise ValueError(_unknown("precision", precision, PRECISIONS))
-    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1] or 0 in (*hidden.shape, *head.shape):
+    arrays = {"hidden": hidden, "head": head, "targets": targets}
+    for name, x in (arrays if candidates is None else arrays | {"candidates": candidates}).items():
+        if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            raise ValueError(f"{name} is a {type(x).__name__}, {x!r:.60}; it must be an array: jnp.asarray({name})")
+    _check_matrices(hidden, head)
+    _check_ids(hidden.shape[0], targets, candidates)
+
+
+def _check_matrices(hidden, head):
+    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
         raise ValueError(
-            f"hidden {hidden.shape} and head {head.shape} must be [T, D] and [V, D] of the same D, none of them 0: "
+            f"hidden {hidden.shape} and head {head.shape} must be [T, D] and [V, D] of the same D: "
             "flatten the batch, and transpose a head stored as [D, V]"
+        )
+    if 0 in (*hidden.shape, *head.shape):
+        raise ValueError(
+            f"hidden [T, D] {hidden.shape} and head [V, D] {head.shape} must have at least one token, one column and "
+            "one row of the vocabulary: do not call for an empty batch"
         )
     for name, x in (("hidden", hidden), ("head", head)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"{name} is {x.dtype}; it must be float32 or bfloat16: cast it")
+
+
+def _check_ids(tokens: int, targets, candidates):
     for name, ids, ndim in (("targets", targets, 1), ("candidates", candidates, 2)):
         if ids is None:
             continue
-        if ids.ndim != ndim or ids.shape[0] != hidden.shape[0] or not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        if ids.ndim != ndim or ids.shape[0] != tokens or not jnp.issubdtype(ids.dtype, jnp.signedinteger):
             wanted = "[T]" if ndim == 1 else "[T, K]"
-            raise ValueError(
-                f"{name} {ids.dtype}{list(ids.shape)} must be signed integers {wanted} with T = {hidden.shape[0]}"
-            )
+            raise ValueError(f"{name} {ids.dtype}{list(ids.shape)} must be signed integers {wanted} with T = {tokens}")
+
+
+def _int32(ids: jax.Array | np.ndarray) -> jax.Array:
+    """In 32 bits, where no arithmetic on ids wraps; an id too large for them stays outside of every vocabulary."""
+    if ids.dtype.itemsize > 4:
+        ids = ids.clip(-1, np.iinfo(np.int32).max)
+    return jnp.asarray(ids, jnp.int32)
 
 
 def _check_loss_arguments(arguments, tokens: int):

@@ -84,7 +84,22 @@ def token_stats(
 ) -> TokenStats:
     """`rlx_kernels.logprob.token_stats` with the tiles of `backend`."""
     options = Options(backend, float(temperature), vocab_axis, precision, platform)
-    return as_token_stats(all_stats(options, hidden, head, stacked_ids(targets, candidates)), candidates is not None)
+    stats = called(options, hidden, head, stacked_ids(targets, candidates))
+    return as_token_stats(stats, candidates is not None)
+
+
+def called(options: Options, hidden: jax.Array, head: jax.Array, ids: jax.Array) -> Stats:
+    try:
+        return all_stats(options, hidden, head, ids)
+    except RuntimeError as error:
+        if not runs_shard_map_without_jit(error):
+            raise
+        return jax.jit(all_stats, static_argnums=0)(options, hidden, head, ids)
+
+
+def runs_shard_map_without_jit(error: RuntimeError) -> bool:
+    """Outside of jit shard_map has no rule for symbolic zeros, neither for a value nor inside of a forward pass."""
+    return "symbolic_zeros support with shard_map" in str(error)
 
 
 def stacked_ids(targets, candidates):
@@ -143,8 +158,9 @@ def _backward(options, kept, cotangents):
     tile = options.backend.tile(tokens, vocab, True)
     given = Stats(*(instantiate(g) for g in cotangents))
     axes = varying(kept.hidden, kept.head, *given)
-    local, _ = local_ids(kept.ids, vocab, options.vocab_axis)
-    hidden, ids, *given = in_chunks(tile.tokens, (kept.hidden, local, *d_logits_rows(options, kept.stats, given)))
+    local, known = local_ids(kept.ids, vocab, options.vocab_axis)
+    of_rows = d_logits_rows(options, kept.stats, given, known)
+    hidden, ids, *given = in_chunks(tile.tokens, (kept.hidden, local, *of_rows))
     chunks = (jnp.arange(hidden.shape[0]), hidden, across(options, hidden) if kept.head_trains else None, ids, *given)
 
     def block(start, count, totals):
@@ -211,9 +227,10 @@ def _about(top, moments):
     return scale * moments.mass, scale * (moments.moment + shift * moments.mass)
 
 
-def d_logits_rows(options: Options, stats: Stats, cotangents: Stats):
+def d_logits_rows(options: Options, stats: Stats, cotangents: Stats, known: Array):
     """What `Backend.d_logits` is given of each row; the cotangents are those of the logits before the temperature."""
     g_ids, g_logsumexp, g_entropy = (g / options.temperature for g in cotangents)
+    g_ids = jnp.where(known, g_ids, 0)  # the NaN of an id that is not in the vocabulary depends on no logit
     offset = g_logsumexp - g_ids.sum(-1) - g_entropy * stats.entropy
     return stats.logprobs, stats.logsumexp, offset, g_entropy, g_ids
 

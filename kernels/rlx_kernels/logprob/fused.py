@@ -24,7 +24,7 @@ from rlx_kernels.logprob.reference import TokenStats
 from rlx_kernels.logprob.tiling import columns_within, full, over_blocks, put_rows, rows, varying
 
 # Of a chunk's float32 logits; a chunk owns every column, so it has at least MIN_TOKENS tokens and grows with V below.
-CHUNK_BYTES = {"cpu": 48 << 20}
+CHUNK_BYTES = {"cpu": 96 << 20}
 ACCELERATOR_CHUNK_BYTES = 4 << 30
 MIN_TOKENS = 64
 
@@ -63,8 +63,23 @@ def token_loss(
     size = chunk_tokens(hidden.shape[0], head.shape[0], platform) if chunk is None else chunk
     static = _Static(options, loss_fn, size, candidates is not None)
     ids = core.stacked_ids(targets, candidates)
-    loss, stats = _token_loss(static, hidden, head, ids, lax.stop_gradient(arguments))
+    loss, stats = _called(static, hidden, head, ids, lax.stop_gradient(arguments))
     return loss, lax.stop_gradient(core.as_token_stats(stats, candidates is not None))
+
+
+def _called(static, hidden, head, ids, arguments):
+    try:
+        return _token_loss(static, hidden, head, ids, arguments)
+    except jax.errors.UnexpectedTracerError as error:
+        raise ValueError(
+            "loss_fn closes over an array that is differentiated (or is left from another trace), which would get no "
+            "gradient: pass it in `arguments`, which are constants, or use token_stats"
+        ) from error
+    except RuntimeError as error:
+        if not core.runs_shard_map_without_jit(error):
+            raise
+        stats = core.called(static.options, hidden, head, ids)  # not in jit: loss_fn may close over traced arrays
+        return _loss(static, stats, arguments), stats
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["d_hidden", "d_head"], meta_fields=["hidden", "head"])
@@ -84,6 +99,11 @@ def _token_loss(static, hidden, head, ids, arguments):
 
 def _loss(static, stats, arguments):
     loss = static.loss_fn(core.as_token_stats(stats, static.has_candidates), arguments)
+    if not isinstance(loss, jax.Array):
+        raise ValueError(
+            f"loss_fn gave {loss!r}, a {type(loss).__name__}; it must return one float32 scalar array, the sum of the "
+            "loss over its tokens: metrics come from the statistics that token_loss returns"
+        )
     if loss.shape or loss.dtype != jnp.float32:
         raise ValueError(
             f"loss_fn gave {loss.dtype}{list(loss.shape)}; it must sum over its tokens to a float32 scalar: end it "
@@ -106,10 +126,10 @@ def _forward(static, hidden, head, ids, arguments):
     def chunk(start, count, totals):
         stats, d_hidden, d_head = totals
         cut = functools.partial(jax.tree.map, lambda x: rows(x, start, count) if x.ndim else x)
-        logits = xla.logits_of(options, cut(hidden), head)
-        part = core.finish(options, xla.moments_of(logits, cut(local)), cut(known))
+        logits, moments = _logits(options, cut(hidden), head, cut(local))
+        part = core.finish(options, moments, cut(known))
         loss, pull = jax.vjp(lambda stats: _loss(static, stats, cut(arguments)), part)
-        given = core.d_logits_rows(options, part, pull(full((), 1, varying(loss)))[0])
+        given = core.d_logits_rows(options, part, pull(full((), 1, varying(loss)))[0], cut(known))
         d_rows, d_head = _gradients(options, trains, d_head, cut(hidden), head, logits, cut(local), given)
         stats = jax.tree.map(lambda whole, part: put_rows(whole, part, start), stats, part)
         return stats, put_rows(d_hidden, d_rows, start) if trains[0] else None, d_head
@@ -125,6 +145,24 @@ def _forward(static, hidden, head, ids, arguments):
     if trains[1]:
         d_head = d_head.astype(core.summed_dtype(kind(head), axes))
     return (_loss(static, stats, arguments), stats), _Residuals(d_hidden, d_head, kind(hidden), kind(head))
+
+
+def _logits(options, hidden, head, ids):
+    """(logits [C, V], their moments), in blocks of columns whose moments are taken while they are in a cache."""
+    count, vocab = hidden.shape[0], head.shape[0]
+    size = options.backend.tile(count, vocab, False).columns
+    if vocab <= size:
+        logits = xla.logits_of(options, hidden, head)
+        return logits, xla.moments_of(logits, ids)
+
+    def block(start, columns, carry):
+        logits, seen = carry
+        part = xla.logits_of(options, hidden, rows(head, start, columns))
+        seen = core.merge(seen, xla.moments_of(part, columns_within(ids, start, columns)))
+        return lax.dynamic_update_slice_in_dim(logits, part, start, 1), seen
+
+    axes = varying(hidden, head, ids)
+    return over_blocks(vocab, size, block, (full((count, vocab), 0, axes), core.nothing_seen(ids.shape, axes)))
 
 
 def _gradients(options, trains, d_head, hidden, head, logits, ids, given):

@@ -8,6 +8,8 @@ a selection for each logit, a list of candidates K of them; gathered, J ids a to
 ms, for 128 candidates at T = 16,384, D = 4,096, and next to nothing for the target alone. Backwards their columns are
 written over in XLA, for the same reason and for another: p a + g cancels where p is near 1, so it must be summed
 before it is rounded to bfloat16.
+
+A head of V rows is copied once a pass, padded, where V is no multiple of 16 or below 256.
 """
 
 import functools
@@ -17,9 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from rlx_kernels.logprob import core, xla
+from rlx_kernels.logprob import core
 from rlx_kernels.logprob.core import LOG_ZERO, Backend, Moments, Options
-from rlx_kernels.logprob.mosaic_kernels import ALIGNMENT, DEPTH, TILE, dense_d_logits, row_moments
 from rlx_kernels.logprob.precision import Precision
 from rlx_kernels.logprob.reference import TokenStats
 from rlx_kernels.logprob.tiling import Tile
@@ -43,9 +44,10 @@ def unsupported_reason(
         return reason
     if precision != "bfloat16" or head.dtype != jnp.bfloat16:
         return f"multiplies in bfloat16 with a bfloat16 head; asked for {precision} with a head in {head.dtype}"
-    if hidden.shape[1] % DEPTH:
-        return f"hidden states are {hidden.shape[1]} wide, which is no multiple of {DEPTH}"
-    return _devices_reason() or xla.unsupported_reason(hidden, head, targets, candidates, vocab_axis, precision)
+    depth = _kernels().DEPTH
+    if hidden.shape[1] % depth:
+        return f"hidden states are {hidden.shape[1]} wide, which is no multiple of {depth}"
+    return _devices_reason()
 
 
 def token_stats(
@@ -71,6 +73,13 @@ def token_stats(
         precision=precision,
         platform="gpu",
     )
+
+
+def _kernels():
+    """Imported only where they run: on another version of jax, whose names differ, it may fail."""
+    from rlx_kernels.logprob import mosaic_kernels
+
+    return mosaic_kernels
 
 
 def _backend_reason() -> str | None:
@@ -102,11 +111,11 @@ def tile(tokens: int, vocab: int, backward: bool) -> Tile:
     """
     if not backward:
         return Tile(tokens, vocab)
-    blocks = -(-2 * tokens * vocab // D_LOGITS_BYTES)
+    kernels, blocks = _kernels(), -(-2 * tokens * vocab // D_LOGITS_BYTES)
     for n in range(blocks, 2 * blocks):
-        if vocab % (ALIGNMENT * n) == 0:
+        if vocab % (kernels.ALIGNMENT * n) == 0:
             return Tile(tokens, vocab // n)
-    return Tile(tokens, -(-vocab // (blocks * TILE)) * TILE)
+    return Tile(tokens, -(-vocab // (blocks * kernels.TILE)) * kernels.TILE)
 
 
 def moments(
@@ -118,7 +127,7 @@ def moments(
     interpret: bool = False,
 ) -> Moments:
     hidden = hidden.astype(jnp.bfloat16)
-    top, mass, moment = row_moments(hidden, head, options.temperature, interpret)
+    top, mass, moment = _kernels().row_moments(hidden, head, options.temperature, interpret)
     picked = logits_of_ids(hidden, head, ids, options.temperature)
     # the same logit in another order of summation may come out above the maximum
     return Moments(top, mass, moment, jnp.where(ids < head.shape[0], jnp.minimum(picked, top[:, None]), 0))
@@ -138,7 +147,7 @@ def d_logits(
     interpret: bool = False,
 ) -> Float[Array, "tokens vocab"]:
     hidden = hidden.astype(jnp.bfloat16)
-    dense = dense_d_logits(hidden, head, options.temperature, logsumexp, offset, g_entropy, interpret)
+    dense = _kernels().dense_d_logits(hidden, head, options.temperature, logsumexp, offset, g_entropy, interpret)
     return with_ids(dense, ids, logprobs, offset, g_entropy, g_ids)
 
 

@@ -1,4 +1,7 @@
-"""Loops over tiles of the logits: blocks of the vocabulary, chunks of tokens; the head is not padded or copied."""
+"""Loops over tiles of the logits: blocks of the vocabulary, chunks of tokens; here the head is not padded or copied.
+
+(The Mosaic kernels copy a head whose rows are no multiple of 16, or fewer than 256, to pad it.)
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

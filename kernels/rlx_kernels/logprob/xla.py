@@ -8,7 +8,7 @@ from rlx_kernels.logprob import core
 from rlx_kernels.logprob.core import LOG_ZERO, LOWEST, Backend, Moments, Options
 from rlx_kernels.logprob.precision import Precision, operand_dtype, product
 from rlx_kernels.logprob.reference import TokenStats
-from rlx_kernels.logprob.tiling import Tile, even_columns, varying
+from rlx_kernels.logprob.tiling import Tile, even_columns
 
 COLUMNS = 256  # a tile has a multiple of them
 
@@ -25,11 +25,6 @@ def unsupported_reason(
         return (
             f"precision='tensorfloat32' is a number format of NVIDIA GPUs and the default backend is "
             f"{jax.default_backend()!r}: use 'bfloat16_3x', which is finer, or 'float32'"
-        )
-    if vocab_axis is not None and vocab_axis not in varying(head):
-        return (
-            f"head does not vary over vocab_axis={vocab_axis!r}: shard its rows over that axis in shard_map's in_specs "
-            "and leave check_vma=True, from which the backward pass knows where to sum"
         )
     return None
 

@@ -78,7 +78,8 @@ def on_one_device(dtype, width, scale=1.0):
     return out, gradients
 
 
-@entries()
+# The interpreter of Mosaic runs one device at a time: its shards are merged in test_logprob_mosaic.py.
+@entries("mosaic")
 @every_mesh
 def test_values_and_gradients_are_those_of_one_device(entry, dp, tp):
     given = arrays(entry.dtype, entry.width)

@@ -24,7 +24,7 @@ from rlx_kernels.logprob.reference import TokenStats
 from rlx_kernels.logprob.tiling import columns_within, full, over_blocks, put_rows, rows, varying
 
 # Of a chunk's float32 logits; a chunk owns every column, so it has at least MIN_TOKENS tokens and grows with V below.
-CHUNK_BYTES = {"cpu": 96 << 20}
+CHUNK_BYTES = {"cpu": 256 << 20}
 ACCELERATOR_CHUNK_BYTES = 4 << 30
 MIN_TOKENS = 64
 

@@ -289,6 +289,7 @@ def hopper(monkeypatch, capability="9.0"):
 
 
 def test_cudnn_says_why_it_cannot(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", cudnn.JAX_VERSIONS[0])
     case = make_case()
     assert reason(case, max_segments=3) == "needs an NVIDIA GPU; the default backend is cpu"
     with pytest.raises(ValueError, match=r"attention cannot be served here by cudnn: needs max_segments"):

@@ -310,6 +310,7 @@ def hopper(monkeypatch, capability="9.0", count=1):
 
 
 def test_refusals_name_what_is_missing(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", mosaic.JAX_VERSION)
     case = make_case(2, 64, 8, 1)
     assert "compute capability 9.0; the default backend is cpu" in reason(case)
     with pytest.raises(ValueError, match=r"served here by mosaic: needs an NVIDIA GPU"):
@@ -328,6 +329,7 @@ def test_refusals_name_what_is_missing(monkeypatch):
 
 
 def test_every_mesh_axis_must_be_manual(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", mosaic.JAX_VERSION)
     case = make_case(2, 64, 8, 1)
     hopper(monkeypatch, count=4)
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])

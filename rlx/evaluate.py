@@ -20,7 +20,6 @@ from rlx import assemble, cli
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config, EvalConfig
-from rlx.data.trajectories import graded
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
@@ -30,6 +29,7 @@ from rlx.metrics.statistics import pass_at_k, wilson_interval
 from rlx.parallel import runtime
 from rlx.rollout.collect import Sampling, collect
 from rlx.rollout.engine import Engine
+from rlx.rollout.fates import graded
 from rlx.types import Group, StopReason, Task
 
 

@@ -24,7 +24,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
 from rlx.data.packing import PackedBatch, pack
-from rlx.data.trajectories import advantage_inputs, by_sample, graded, trajectories
+from rlx.data.trajectories import advantage_inputs, by_sample, trajectories
 from rlx.evaluate import evaluate
 from rlx.export import write_policy
 from rlx.feed import Feed, Overlapped
@@ -37,6 +37,7 @@ from rlx.metrics.sample_page import write_page
 from rlx.parallel import runtime
 from rlx.recorder import Scores
 from rlx.rollout.buffer import Batch
+from rlx.rollout.fates import graded
 from rlx.run import Moment, Run, finished, open_training
 from rlx.scoring import score_shown
 from rlx.sft import cold_start, sft_examples

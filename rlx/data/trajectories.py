@@ -1,39 +1,14 @@
-"""Graded groups to the sequences of an update: which samples are trained on, with which advantage and age."""
+"""Graded groups to the sequences of an update: each sample that is trained on, with its advantage and ages."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rlx.data.packing import Trajectory
-from rlx.envs.grading import Outcome
-from rlx.types import Group, Sample, StopReason
-
-
-def graded(group: Group) -> Group:
-    """The group without samples whose grading failed: they say nothing about the policy."""
-    return dataclasses.replace(group, samples=tuple(s for s in group.samples if s.grade["outcome"] == Outcome.GRADED))
-
-
-def fates(group: Group, *, filter_no_signal: bool, mask_truncated: bool) -> dict[str, list[Sample]]:
-    """The samples of a group by the bin of the ledger they go to; the group itself counts in the first.
-
-    "buffered" are trained on; "no_signal": rewards all equal; "masked": cut by a length limit; failed: no verdict.
-    """
-    has_signal = graded(group).has_signal or not filter_no_signal
-    bins: dict[str, list[Sample]] = {"buffered": [], "no_signal": [], "masked": []}
-    for sample in group.samples:
-        if sample.grade["outcome"] != Outcome.GRADED:
-            bins.setdefault(f"failed/grader_{sample.grade['outcome']}", []).append(sample)
-        elif not has_signal:
-            bins["no_signal"].append(sample)
-        elif mask_truncated and sample.stop_reason is StopReason.LENGTH:
-            bins["masked"].append(sample)
-        else:
-            bins["buffered"].append(sample)
-    return {name: samples for name, samples in bins.items() if samples}
+from rlx.rollout.fates import graded
+from rlx.types import Group, Sample
 
 
 def advantage_inputs(groups: Sequence[Group], capacity: int) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlx.data.trajectories import graded
+from rlx.rollout.fates import graded
 from rlx.types import Group, StopReason
 
 PASS = 1.0  # the reward of a pass

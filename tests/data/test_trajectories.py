@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlx.data.trajectories import advantage_inputs, by_sample, fates, graded, token_ages, trajectories
+from rlx.data.trajectories import advantage_inputs, by_sample, token_ages, trajectories
+from rlx.rollout.fates import Rules, fate, graded, ungraded
 from rlx.types import Group, StopReason
 from tests.records import make_group, make_sample
 
@@ -15,8 +16,10 @@ def group_of(*samples):
 
 
 def bins(group, filter_no_signal=True, mask_truncated=False):
-    found = fates(group, filter_no_signal=filter_no_signal, mask_truncated=mask_truncated)
-    return {name: [s.index for s in samples] for name, samples in found.items()}
+    rules = Rules(1, 0, filter_no_signal, mask_truncated, train_token_limit=1 << 30, cut_long=False, return_stale=False)
+    end = fate(group, rules)
+    trained = {"buffered": end.trained} if end.trained else {}
+    return {name: [s.index for s in samples] for name, samples in {**trained, **end.dropped, **ungraded(group)}.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- fates

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rlx_kernels import dispatch
 from rlx_kernels.logprob import fused, mosaic, reference, xla
 from rlx_kernels.logprob.precision import PRECISIONS, Precision, resolve
 from rlx_kernels.logprob.reference import TokenStats
@@ -165,15 +166,13 @@ def unsupported_reason(
 
 def _resolve(name, hidden, head, targets, candidates, vocab_axis, precision) -> Implementation:
     tried = [_find(name)] if name is not None else [i for i in IMPLEMENTATIONS if i.automatic]
-    reasons = []
-    for implementation in tried:
-        reason = unsupported_reason(
+
+    def reason(implementation: Implementation) -> str | None:
+        return unsupported_reason(
             implementation.name, hidden, head, targets, candidates, vocab_axis=vocab_axis, precision=precision
         )
-        if reason is None:
-            return implementation
-        reasons.append(f"{implementation.name}: {reason}")
-    raise ValueError("the log-prob head cannot be served here by " + "; ".join(reasons))
+
+    return dispatch.resolve("the log-prob head", tried, reason)
 
 
 def _find(name: str) -> Implementation:

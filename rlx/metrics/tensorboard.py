@@ -32,6 +32,7 @@ from rlx.types import Sample
 
 Value = summary_pb2.Summary.Value
 FLUSH_SECONDS = 10.0
+PREFIX = "events.out.tfevents."
 # The sections of the configuration that the hyperparameter dashboard has columns for.
 COLUMNS = ("learner", "lora", "model", "objective", "rollout", "sft", "tasks")
 # What the hyperparameter dashboard compares runs by: the last value of each.
@@ -68,6 +69,7 @@ class TensorBoard:
         config: Mapping[str, Any],
         overview: Sequence[Category] = TRAINING,
     ) -> None:
+        _wait_for_a_later_name(directory)
         self._writer = EventFileWriter(str(directory), max_queue_size=1000, flush_secs=FLUSH_SECONDS)
         self._described: set[str] = set()
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -134,6 +136,17 @@ class TensorBoard:
     def _add(self, event: event_pb2.Event) -> None:
         event.wall_time = time.time()
         self._writer.add_event(event)
+
+
+def _wait_for_a_later_name(directory: Path) -> None:
+    """Waits, at most a second, until a new file's name sorts after the others of this second.
+
+    TensorBoard reads files by name, which begins with the second; what decides within one second is a process id, as
+    text. A resumed run that is read before the run it resumes would keep the events that it should drop.
+    """
+    seconds = (path.name.removeprefix(PREFIX).partition(".")[0] for path in directory.glob(f"{PREFIX}*"))
+    if max((int(text) for text in seconds if text.isdigit()), default=0) == int(time.time()):
+        time.sleep(1.0 - time.time() % 1.0)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

@@ -149,6 +149,13 @@ def test_a_resumed_run_drops_what_was_written_beyond_its_checkpoint(tmp_path, re
     assert [step for step, _ in tensors(server, "response/samples")] == kept
 
 
+def test_files_of_one_second_are_read_in_the_order_they_were_written(tmp_path):
+    for _ in range(3):
+        TensorBoard(tmp_path, -1, CONFIG).close()
+    written = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert written == sorted(tmp_path.iterdir()) and len(written) == 3
+
+
 def sample(text: str, reward: float, answer: str | None = "4") -> Sample:
     task = Task("sums/1", "sums", "2 + 2 | now", answer, "number")
     empty = np.zeros(0)

@@ -153,7 +153,8 @@ def test_files_of_one_second_are_read_in_the_order_they_were_written(tmp_path):
     for _ in range(3):
         TensorBoard(tmp_path, -1, CONFIG).close()
     written = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert written == sorted(tmp_path.iterdir()) and len(written) == 3
+    assert len(written) == 3
+    assert written == sorted(tmp_path.iterdir())
 
 
 def sample(text: str, reward: float, answer: str | None = "4") -> Sample:

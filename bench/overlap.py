@@ -5,7 +5,8 @@
 Two parts, real clock, interleaved runs, medians:
 
     apart      engines that sleep, as if they were another device: a collection takes as long to generate as to train
-    embedded   (--embedded) `rlx train` by configs/quickstart.py, engine and trainer on the same cores, a trained token
+    embedded   (--embedded) `rlx train` by configs/quickstart.py, engine and trainer on the same cores, a trained token;
+               8 x 8 samples an update, all of them trained, so that both sides train as much as they generate
 
 The first shows what the loop can hide; the second what is left where both sides want the same cores.
 """
@@ -138,23 +139,34 @@ def train(directory: Path, lag: int, updates: int) -> dict[str, float]:
         "run.directory": directory,
         "run.name": run.name,
         "learner.updates": updates,
+        "rollout.tasks_per_update": GROUPS,
+        "rollout.group_size": GROUP_SIZE,
+        "rollout.filter_no_signal": False,
         "tasks.held_out": 4,
         "eval.attempts_per_task": 1,
+        "eval.k": "(1,)",
         "checkpoint.every": updates,
         "producer.max_policy_lag": lag,
         "metrics.tensorboard": False,
     }
     command = [sys.executable, "-m", "rlx.train", "--config=configs/quickstart.py"]
-    subprocess.run([*command, *(f"--config.{k}={v}" for k, v in keys.items())], check=True, stderr=subprocess.DEVNULL)
+    command += [f"--config.{key}={value}" for key, value in keys.items()]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [line for line in lines if line["update"] > 3 and "policy/loss" in line]
     shutil.rmtree(run)
-    return {
+    found = {
         "seconds": sum(line["time/total_seconds"] for line in kept),
         "tokens": sum(line["batch/tokens"] for line in kept),
         "age": statistics.fmean(line["offpolicy/age_mean"] for line in kept),
         "wait_share": statistics.fmean(line["time/wait_share"] for line in kept),
     }
+    print(
+        f"lag {lag}: " + "  ".join(f"{name} {value:.3f}" for name, value in found.items()), file=sys.stderr, flush=True
+    )
+    return found
 
 
 def embedded(repeats: int, updates: int) -> dict[str, Any]:
@@ -176,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.4, help="of a collection and of an update")
     parser.add_argument("--embedded", action="store_true")
-    parser.add_argument("--updates", type=int, default=9, help="of an embedded run")
+    parser.add_argument("--updates", type=int, default=10, help="of an embedded run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     found: dict[str, Any] = {"apart": apart(args.repeats, args.seconds)}

@@ -25,6 +25,8 @@ from rlx.rollout.collect import Sampling
 from rlx.rollout.local import LocalEngine
 from rlx.types import Task
 
+# Under model.scan_layers = "auto" the most layers that the update's program holds one after the other.
+UNROLLED_LAYERS = 8
 # Under model.remat = "auto" the most bytes that matrix products of a micro-batch may take between the two passes.
 KEPT_BYTES = 2 << 30
 
@@ -174,7 +176,14 @@ def step_config(config: Config, arch: Architecture, num_sequences: int) -> StepC
         logprob_implementation=None if implementation == "auto" else implementation,
         num_sequences=num_sequences,
         head_precision=None if config.learner.head_precision == "auto" else config.learner.head_precision,
+        unrolled=unrolled(config, arch),
     )
+
+
+def unrolled(config: Config, arch: Architecture) -> bool:
+    """Whether the update's layers stand one after the other in its program; see `rlx.models.transformer.forward`."""
+    chosen = config.model.scan_layers
+    return arch.num_layers <= UNROLLED_LAYERS if chosen == "auto" else chosen == "off"
 
 
 def remat(config: Config, arch: Architecture) -> Remat:

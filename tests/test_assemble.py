@@ -170,6 +170,13 @@ def test_what_is_recomputed_is_chosen_by_the_memory_that_it_saves(config):
     assert assemble.remat(config(model__remat="none"), wide) == "none"
 
 
+def test_few_layers_stand_one_after_the_other(config):
+    deep = dataclasses.replace(ARCH, num_layers=assemble.UNROLLED_LAYERS + 1)
+    assert assemble.unrolled(config(), ARCH) and not assemble.unrolled(config(), deep)
+    assert not assemble.unrolled(config(model__scan_layers="on"), ARCH)
+    assert assemble.unrolled(config(model__scan_layers="off"), deep)
+
+
 def test_the_packing_holds_every_sample(config):
     """63 samples at worst have a row each; four rows are a micro-batch."""
     c = config(learner__row_targets=64)

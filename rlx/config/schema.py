@@ -37,6 +37,7 @@ class ModelConfig:
     path: str  # a Hugging Face directory
     dtype: Literal["float32", "bfloat16"]  # of the weights in memory and of the matrix products
     remat: Literal["auto", "none", "products", "layer"]  # activation recomputation in the update
+    scan_layers: Literal["auto", "on", "off"]  # the update's layers in a loop, or one after the other
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ class StepConfig:
     logprob_implementation: str | None
     num_sequences: int  # the most trajectories a batch may hold
     head_precision: Precision | None = None  # of the output head's products; None: what the dtypes say
+    unrolled: bool = False  # layers one after the other in the program, not in a loop
 
 
 @struct.dataclass
@@ -108,6 +109,7 @@ def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: Mic
         adapter=adapter,
         adapter_scale=config.adapter_scale or 1.0,
         remat=config.remat,
+        unrolled=config.unrolled,
     )
     predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
     targets = slice_targets(config, batch)

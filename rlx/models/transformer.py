@@ -11,7 +11,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rlx.models.layers import KEPT, linear, packed_causal_mask, rms_norm, rotary_tables, rotate
 from rlx.models.packed_attention import packed_attention
@@ -77,6 +77,7 @@ def forward(
     adapter: Params | None = None,
     adapter_scale: float = 1.0,
     remat: Remat = "none",
+    unrolled: bool = False,
 ) -> Float[Array, "rows t d"]:
     """Hidden states after the final norm.
 
@@ -87,6 +88,9 @@ def forward(
       prefix_ids: the segment that holds the beginning of this one's sequence, 0 = none: `packed_causal_mask`.
       adapter: LoRA tree (see `models.lora`), added to the linear layers it names.
       remat: what the backward pass recomputes.
+      unrolled: one layer after the other in the program, not a loop over them. It is faster where what a layer keeps
+        for the backward pass is much next to its arithmetic, as a loop copies that into arrays over layers and back;
+        it compiles for as many times longer as there are layers.
     """
     allowed = packed_causal_mask(positions, segment_ids, prefix_ids)
     tables = rotary_tables(positions, arch.head_dim, arch.rope_theta)
@@ -99,17 +103,30 @@ def forward(
         return hidden, None
 
     hidden = params["embed"][tokens]
-    hidden, _ = jax.lax.scan(recomputed(step, remat), hidden, (params["layers"], adapter or {}))
+    layers = (params["layers"], adapter or {})
+    if unrolled:
+        # Outside a loop the compiler would merge what is recomputed with what was computed.
+        once = recomputed(step, remat, prevent_cse=True)
+        for layer in unstacked(layers, arch.num_layers):
+            hidden, _ = once(hidden, layer)
+    else:
+        hidden, _ = jax.lax.scan(recomputed(step, remat, prevent_cse=False), hidden, layers)
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
 
 
-def recomputed(step: Callable, remat: Remat) -> Callable:
-    """`step`, a block in a scan, with what its backward pass recomputes."""
+def unstacked(layers: PyTree[Array], count: int) -> list[PyTree[Array]]:
+    """The trees of single layers. The gradient of the stack is put together once, where that of slices is a sum."""
+    leaves, structure = jax.tree.flatten(layers)
+    parts = [[x[0] for x in jax.lax.split(leaf, (1,) * count)] for leaf in leaves]
+    return [structure.unflatten(part[i] for part in parts) for i in range(count)]
+
+
+def recomputed(step: Callable, remat: Remat, *, prevent_cse: bool) -> Callable:
+    """`step`, a block, with what its backward pass recomputes."""
     if remat == "none":
         return step
     policy = jax.checkpoint_policies.save_only_these_names(KEPT) if remat == "products" else None
-    # Inside a scan nothing can be shared between the two passes, so there is nothing to keep apart.
-    return jax.checkpoint(step, policy=policy, prevent_cse=False)
+    return jax.checkpoint(step, policy=policy, prevent_cse=prevent_cse)
 
 
 def kept_bytes(arch: Architecture, itemsize: int) -> int:

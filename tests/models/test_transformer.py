@@ -49,26 +49,32 @@ def packed():
     return batch, [(2, starts[i]) for i in range(4)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    remat: str = "none"
+    unrolled: bool = False
+
+
 @partial(jax.jit, static_argnums=0)
-def value_and_gradient(remat, params, batch, mixing):
+def value_and_gradient(options, params, batch, mixing):
     """Hidden states, and the gradient of Σ mixing · hidden with respect to every parameter."""
 
     def total(params):
-        hidden = forward(ARCH, params, *batch, remat="layer" if remat else "none")
+        hidden = forward(ARCH, params, *batch, remat=options.remat, unrolled=options.unrolled)
         return (mixing * hidden).sum(), hidden
 
     (_, hidden), gradient = jax.value_and_grad(total, has_aux=True)(params)
     return hidden, gradient
 
 
-def run(layout, remat=False):
+def run(layout, options=Options()):
     """(hidden states of each sequence, gradient of the same function of them) in one layout."""
     batch, starts = layout
     mixing = np.zeros((4, ROW, ARCH.hidden_size), np.float32)
     for i, (row, start) in enumerate(starts):
         mixing[row, start : start + LENGTHS[i]] = np.random.default_rng(i).normal(size=(LENGTHS[i], ARCH.hidden_size))
     batch = tuple(jnp.asarray(x, jnp.int32) for x in batch)
-    hidden, gradient = jax.device_get(value_and_gradient(remat, tiny_model.params(), batch, mixing))
+    hidden, gradient = jax.device_get(value_and_gradient(options, tiny_model.params(), batch, mixing))
     assert np.isfinite(hidden).all()
     return [hidden[row, start : start + n] for n, (row, start) in zip(LENGTHS, starts, strict=True)], gradient
 
@@ -102,9 +108,11 @@ def test_packed_sequences_are_as_alone():
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(gradient))
 
 
-def test_recomputation_changes_nothing():
+@pytest.mark.parametrize("remat", ["none", "products", "layer"])
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_neither_recomputation_nor_a_loop_over_layers_changes_anything(remat, unrolled):
     layout = packed()
-    assert_same(run(layout, remat=True), run(layout), 1e-5)
+    assert_same(run(layout, Options(remat, unrolled)), run(layout), 1e-5)
 
 
 def test_later_tokens_are_not_seen():

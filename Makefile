@@ -4,12 +4,15 @@
 #   ARGS=...     further arguments of train and bench, e.g. ARGS='--config.learner.updates=20'
 #   EXTRAS=...   optional dependencies of the environment: dev, or dev,gpu on an NVIDIA machine
 #   JOBS=...     processes that share the fast tests
+#   PYTHON_SGLANG=...   the Python of the engines' environment (3.11; found when not given)
+#   TORCH_INDEX=...     where its torch comes from; https://download.pytorch.org/whl/cpu spares the CUDA build
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
 PYTHON ?=
+PYTHON_SGLANG ?=
 ARGS ?=
 EXTRAS ?= dev
 JOBS ?= 2
@@ -19,6 +22,7 @@ JAX_LATEST := <0.13
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRAS)
 LATEST := .venv-jax-latest
+SGLANG := .venv-sglang
 MODEL := models/smollm2-135m-instruct
 # What depends on jax's own interfaces; CI runs it, `make test-jax-latest` runs every fast test.
 COMPATIBILITY := tests/test_typechecks.py tests/kernels tests/learner tests/models tests/rollout tests/test_checkpoint.py
@@ -90,6 +94,27 @@ $(LATEST)/.installed: pyproject.toml
 	$(LATEST)/bin/python -m pip install --quiet --upgrade --editable '.[dev]' 'jax$(JAX_LATEST)'
 	@touch $@
 
+# An environment of its own: the server needs torch, and an older Python has more of its packages ready made.
+.PHONY: test-sglang
+test-sglang: $(STAMP) $(SGLANG)/.installed  ## tests with real SGLang servers on the CPU, whose environment it makes; minutes
+	$(BIN)/python $(PYTEST) sglang tests $(ARGS)
+
+.PHONY: $(SGLANG)
+$(SGLANG): $(SGLANG)/.installed
+
+$(SGLANG)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
+	@python=; \
+	for candidate in $(if $(PYTHON_SGLANG),'$(PYTHON_SGLANG)',python3.11 "$$HOME"/.pyenv/versions/3.11*/bin/python); do \
+	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo 'SGLang needs Python 3.11 with its venv module: install one (pyenv install 3.11) or give PYTHON_SGLANG=/path/to/python3.11.' >&2; exit 1; fi; \
+	echo "making $(SGLANG) with $$python"; "$$python" -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --upgrade pip
+	$(SGLANG)/bin/python -m pip install --quiet 'torch==2.13.0' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r requirements/sglang-cpu-nodeps.txt
+	$(SGLANG)/bin/python -m pip install --quiet -r requirements/sglang-cpu.txt
+	@touch $@
+
 .PHONY: lint
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check
@@ -141,5 +166,5 @@ system-deps:  ## what must come from the system: git, make, Chromium for the tes
 
 .PHONY: clean
 clean:  ## removes environments and caches; keeps models/ and runs/
-	rm -rf .venv .venv-jax-latest .venv-tunix .venv-trl .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis notebooks dist
+	rm -rf .venv .venv-jax-latest .venv-sglang .venv-tunix .venv-trl .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis notebooks dist
 	find rlx kernels tests configs $(wildcard experiments bench) -name __pycache__ -type d -prune -exec rm -rf {} +

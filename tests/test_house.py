@@ -35,6 +35,9 @@ HOST = ("rlx.types", "rlx.config", "rlx.envs", "rlx.rollout", "rlx.data", "rlx.m
 DEVICE_IN_HOST = ("rlx.rollout.local",)
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 CONFIG_EDGE = ("rlx.config.parse", "rlx.config.flags")
+# Scripts that run in the engines' environment, which has torch and neither rlx nor its Python.
+ENGINE_ENVIRONMENT = "rlx.engine_env"
+ENGINE_LIBRARIES = {"torch", "sglang"}
 
 
 @functools.cache
@@ -154,6 +157,18 @@ def test_host_modules_load_no_device_library():
     code += "    if found: sys.exit(f'importing {name} loads {found}')\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_engines_environment_and_this_one_do_not_mix():
+    wrong = []
+    for module in modules():
+        inside, names = within(module, ENGINE_ENVIRONMENT), imports(module)
+        if inside:
+            wrong += [f"{module} imports {name}" for name in names if within(name, "rlx")]
+        else:
+            wrong += [f"{module} imports {name}" for name in names if within(name, ENGINE_ENVIRONMENT)]
+            wrong += [f"{module} imports {name}" for name in names if name.split(".")[0] in ENGINE_LIBRARIES]
+    assert wrong == []
 
 
 def test_init_files_import_nothing():

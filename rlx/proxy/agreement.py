@@ -1,0 +1,232 @@
+"""How far a proxy ranks configurations as the target does, with intervals that hold at three to five seeds.
+
+A percentile bootstrap over so few seeds covers a true tau of 1 hardly ever, as noise can only lower a perfect ranking.
+So the interval starts from pairs: a pair of configurations is *decided* in a study where the t interval of its
+difference excludes 0. A pair that both studies have decided counts as it is; every other one may be either way, and the
+interval runs from all of these against to all of these for the proxy. Seeds of one configuration are few, so its
+variance is drawn towards that of all (the moderated t of Smyth 2004, with `PRIOR_SEEDS` degrees of freedom).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.special
+import scipy.stats
+from jaxtyping import Float
+
+from rlx.metrics.statistics import kendall_tau_b, spearman
+
+PRIOR_SEEDS = 4.0  # degrees of freedom that the common variance counts for beside a configuration's own
+POWER = 0.8  # of `Pair.seeds_to_decide`
+MOST_SEEDS = 1000  # more than this is "never" for a person who plans runs
+
+Scores = Mapping[str, Sequence[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One model's scores: means over seeds of C configurations, and what each pair's difference is known to."""
+
+    means: Float[np.ndarray, "configurations"]
+    difference: Float[np.ndarray, "pairs"]  # of the pair (i, j), i < j, in the order of itertools.combinations: i - j
+    half_width: Float[np.ndarray, "pairs"]  # of its t interval; inf where no configuration has two seeds
+    deviation: Float[np.ndarray, "pairs"]  # of one seed's score, root mean square of the two configurations
+
+    @property
+    def decided(self) -> Float[np.ndarray, "pairs"]:
+        """1 or -1 where a pair is decided, by the sign of its difference; 0 where it is not."""
+        return np.where(np.abs(self.difference) > self.half_width, np.sign(self.difference), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two configurations in both studies."""
+
+    first: str
+    second: str
+    target_difference: float  # mean score of the first less that of the second
+    target_interval: tuple[float, float]
+    proxy_difference: float
+    proxy_interval: tuple[float, float]
+    verdict: str  # agree | disagree | not decided
+    target_seeds_to_decide: int | None  # in each configuration, were its difference the true one; None: above 1000
+    proxy_seeds_to_decide: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What `agree` found. Rankings are by mean score; higher is better."""
+
+    configurations: tuple[str, ...]
+    target_means: tuple[float, ...]
+    proxy_means: tuple[float, ...]
+    kendall_tau: float  # tau-b; NaN where one ranking is constant
+    kendall_interval: tuple[float, float]
+    spearman: float  # NaN where one ranking is constant
+    pairwise_agreement: float  # share of pairs that both means order in the same way
+    decided_agreement: float  # the same of the pairs that are decided in both studies; NaN without any
+    top1_agreement: float  # 1.0 where both have the same best configuration, else 0.0
+    top1_probability: float  # share of resamples of the seeds in which they have
+    undecided_pairs: tuple[tuple[str, str], ...]  # not decided in at least one of the studies
+    pairs: tuple[Pair, ...]
+    confidence: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        low, high = self.kendall_interval
+        open_pairs = f"{len(self.undecided_pairs)} of {len(self.pairs)} pairs not decided"
+        return (
+            f"Kendall tau-b {self.kendall_tau:.2f} [{low:.2f}, {high:.2f}], Spearman {self.spearman:.2f}, "
+            f"{self.pairwise_agreement:.0%} of pairs ordered alike, {open_pairs}"
+        )
+
+
+def agree(
+    target: dict[str, list[float]],
+    proxy: dict[str, list[float]],
+    *,
+    bootstrap: int = 2000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Agreement:
+    """Compares the rankings that a target's and a proxy's runs give the same configurations.
+
+    Args:
+      target, proxy: configuration -> one score per seed; higher is better. The numbers of seeds may differ.
+      bootstrap: resamples of the seeds for `top1_probability`.
+      seed: of these.
+      confidence: of the intervals.
+    Raises:
+      ValueError: other configurations in the one than in the other, fewer than two, a score that is not finite, or a
+        configuration without any.
+    """
+    names = _check(target, proxy, bootstrap, confidence)
+    first, second = (study([scores[name] for name in names], confidence) for scores in (target, proxy))
+    both = first.decided * second.decided
+    tau = kendall_tau_b(first.means, second.means)
+    low, high = 2.0 * float(np.mean(both > 0)) - 1.0, 1.0 - 2.0 * float(np.mean(both < 0))
+    if math.isfinite(tau):  # tied means make tau-b's denominator smaller than the number of pairs
+        low, high = min(low, tau), max(high, tau)
+    listed = list(itertools.combinations(names, 2))
+    resampled = _same_best(target, proxy, names, bootstrap, np.random.default_rng(seed))
+    return Agreement(
+        configurations=tuple(names),
+        target_means=tuple(first.means.tolist()),
+        proxy_means=tuple(second.means.tolist()),
+        kendall_tau=tau,
+        kendall_interval=(low, high),
+        spearman=spearman(first.means, second.means),
+        pairwise_agreement=float(np.mean(first.difference * second.difference > 0)),
+        decided_agreement=float(np.mean(both[both != 0] > 0)) if both.any() else math.nan,
+        top1_agreement=float(np.argmax(first.means) == np.argmax(second.means)),
+        top1_probability=resampled,
+        undecided_pairs=tuple(pair for pair, sign in zip(listed, both) if sign == 0),
+        pairs=_pairs(listed, first, second, confidence),
+        confidence=confidence,
+    )
+
+
+def study(scores: Sequence[Sequence[float]], confidence: float) -> Study:
+    """The means of one study's configurations and the t intervals of their differences."""
+    counts = np.array([len(values) for values in scores], np.float64)
+    means = np.array([np.mean(values) for values in scores])
+    squares = np.array([np.sum(np.square(np.asarray(v) - m)) for v, m in zip(scores, means)])
+    freedom = float(np.sum(counts - 1))
+    prior = min(PRIOR_SEEDS, freedom)
+    i, j = np.triu_indices(len(means), 1)
+    difference = means[i] - means[j]
+    if not freedom:
+        unknown = np.full(len(i), np.inf)
+        return Study(means, difference, unknown, unknown)
+    variance = (prior * squares.sum() / freedom + squares) / (prior + counts - 1)
+    width = scipy.special.stdtrit(np.minimum(prior + counts[i] + counts[j] - 2, freedom), (1 + confidence) / 2)
+    error = np.sqrt(variance[i] / counts[i] + variance[j] / counts[j])
+    return Study(means, difference, width * error, np.sqrt((variance[i] + variance[j]) / 2))
+
+
+def seeds_to_decide(difference: float, deviation: float, confidence: float) -> int | None:
+    """Seeds of each of two configurations that decide them with probability 0.8, were `difference` the true one.
+
+    n = 2 (z_{(1 + c) / 2} + z_{0.8})^2 s^2 / d^2, by the normal approximation. None above 1000, and where the deviation
+    is not known.
+    """
+    if not math.isfinite(deviation) or difference == 0:
+        return None
+    normal = scipy.special.ndtri((1 + confidence) / 2) + scipy.special.ndtri(POWER)
+    needed = 2 * (normal * deviation / difference) ** 2
+    return max(2, math.ceil(needed)) if needed <= MOST_SEEDS else None
+
+
+def win_probability(better: Sequence[float], worse: Sequence[float]) -> float:
+    """Probability that a seed of `better` scores above one of `worse`, ties counted half: Mann-Whitney's U / (m n)."""
+    statistic = scipy.stats.mannwhitneyu(better, worse, method="asymptotic").statistic
+    return float(statistic / (len(better) * len(worse)))
+
+
+def _pairs(listed: Sequence[tuple[str, str]], first: Study, second: Study, confidence: float) -> tuple[Pair, ...]:
+    words = {1: "agree", -1: "disagree", 0: "not decided"}
+    verdicts = [words[int(sign)] for sign in first.decided * second.decided]
+    return tuple(
+        Pair(
+            *names,
+            *_difference(first, k),
+            *_difference(second, k),
+            verdicts[k],
+            *(_needed(s, k, confidence) for s in (first, second)),
+        )
+        for k, names in enumerate(listed)
+    )
+
+
+def _difference(of: Study, pair: int) -> tuple[float, tuple[float, float]]:
+    middle, half = float(of.difference[pair]), float(of.half_width[pair])
+    return middle, (middle - half, middle + half)
+
+
+def _needed(of: Study, pair: int, confidence: float) -> int | None:
+    return seeds_to_decide(float(of.difference[pair]), float(of.deviation[pair]), confidence)
+
+
+def _same_best(target: Scores, proxy: Scores, names: Sequence[str], draws: int, rng: np.random.Generator) -> float:
+    """Share of bootstrap resamples over seeds in which both studies have the same best mean."""
+
+    def best(scores: Scores) -> np.ndarray:
+        rows = [np.asarray(scores[name], np.float64) for name in names]
+        means = [row[rng.integers(0, len(row), (draws, len(row)))].mean(1) for row in rows]
+        return np.argmax(means, axis=0)
+
+    return float(np.mean(best(target) == best(proxy)))
+
+
+def _check(target: Scores, proxy: Scores, bootstrap: int, confidence: float) -> list[str]:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence = {confidence}: it is between 0 and 1, such as 0.95")
+    if bootstrap < 1:
+        raise ValueError(f"bootstrap = {bootstrap}: at least 1 resample is needed, 2000 are usual")
+    only = [f"{name!r} only of the {of}" for name, of in _one_sided(target, proxy)]
+    if only:
+        raise ValueError(f"both studies need the same configurations; there are scores of {', '.join(only[:5])}")
+    names = list(target)
+    if len(names) < 2:
+        raise ValueError(f"a ranking needs at least two configurations, got {len(names)}")
+    for of, scores in (("target", target), ("proxy", proxy)):
+        for name in names:
+            values = np.asarray(scores[name], np.float64)
+            if values.ndim != 1 or not values.size:
+                raise ValueError(f"the {of}'s configuration {name!r} has no scores; leave it out or run it")
+            if not np.isfinite(values).all():
+                raise ValueError(f"the {of}'s configuration {name!r} has a score that is not finite: {values.tolist()}")
+    return names
+
+
+def _one_sided(target: Scores, proxy: Scores) -> list[tuple[str, str]]:
+    return [(n, "target") for n in target if n not in proxy] + [(n, "proxy") for n in proxy if n not in target]

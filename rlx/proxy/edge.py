@@ -1,0 +1,183 @@
+"""Which tasks a policy sometimes passes, from as few attempts as an error that is stated beforehand needs.
+
+A task is an *edge task* where its pass rate is within a band. Sampling one is an optimal stopping problem: an attempt
+costs `price`, a wrong classification 1, and a beta prior is fitted to all tasks (empirical Bayes), so dynamic programming
+says in which states (passes, attempts) another attempt is worth its price. Every task is sampled until its state says
+stop; then the price falls, until the expected share of misclassified tasks is below the error that was asked for. So a
+task that is clearly hopeless or clearly solved costs a handful of attempts, and one that sits on the band's border is
+left alone rather than sampled for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import scipy.optimize
+import scipy.special
+from jaxtyping import Float, Int
+
+PRIOR_BOUNDS = (0.05, 20.0)  # of both parameters of the beta prior
+PRIOR_GRID = 0.2  # of their logarithms, where tables are made; the classification takes the prior as it is
+FIRST_PRICE, CHEAPER, LEAST_PRICE = (
+    0.01,
+    0.8,
+    1e-6,
+)  # of an attempt, in misclassified tasks; each price is this x the last
+SAFETY = 0.9  # the expected error is an estimate: it must be this much below the one that was asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class EdgeOptions:
+    """The band of pass rates, the share of tasks that may be misclassified, and how attempts are spent."""
+
+    low: float = 0.1
+    high: float = 0.9
+    error: float = 0.05
+    first_attempts: int = 4  # at every task, before the first choice
+    most_attempts: int = 256  # at one task
+    at_once: int = 1  # attempts at a task that is sampled further, at least; more = fewer rounds, more attempts
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for options that cannot be honoured."""
+        if not 0 <= self.low < self.high <= 1:
+            raise ValueError(f"the band [{self.low}, {self.high}] must be within [0, 1], the lower end first")
+        if not 0 < self.error < 0.5:
+            raise ValueError(f"error = {self.error}: a share of tasks above 0 and below 0.5, such as 0.05")
+        if not 1 <= self.first_attempts <= self.most_attempts:
+            raise ValueError(f"first_attempts = {self.first_attempts}: between 1 and most_attempts")
+        if self.at_once < 1:
+            raise ValueError(f"at_once = {self.at_once}: at least 1")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tally:
+    """What is known of the tasks so far."""
+
+    passes: Int[np.ndarray, "tasks"]
+    attempts: Int[np.ndarray, "tasks"]
+
+    def plus(self, passes: Int[np.ndarray, "tasks"], attempts: Int[np.ndarray, "tasks"]) -> Tally:
+        return Tally(self.passes + passes, self.attempts + attempts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Verdicts:
+    """Every task's classification with what it rests on."""
+
+    prior: tuple[float, float]  # of the beta distribution that the tasks' pass rates were taken to come from
+    in_band: Float[np.ndarray, "tasks"]  # posterior probability that the pass rate is in the band
+    expected_error: float  # share of the tasks
+
+    @property
+    def is_edge(self) -> np.ndarray:
+        return self.in_band > 0.5
+
+
+def nothing_known(tasks: int) -> Tally:
+    return Tally(np.zeros(tasks, np.int64), np.zeros(tasks, np.int64))
+
+
+def classify(tally: Tally, options: EdgeOptions) -> Verdicts:
+    """The most probable classification of every task."""
+    prior = fit_prior(tally)
+    probability = _in_band(tally.passes, tally.attempts, prior, options)
+    return Verdicts(prior, probability, float(np.mean(np.minimum(probability, 1 - probability))))
+
+
+def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, "tasks"]:
+    """How many further attempts each task should get now; all 0 where the error is reached or no attempt may help."""
+    first = np.maximum(options.first_attempts - tally.attempts, 0)
+    if first.any():
+        return first
+    verdicts = classify(tally, options)
+    room = options.most_attempts - tally.attempts
+    price = FIRST_PRICE
+    while verdicts.expected_error > SAFETY * options.error and price > LEAST_PRICE:
+        wanted = attempts_worth(price, _on_grid(verdicts.prior), options)[tally.attempts, tally.passes]
+        if wanted.any():
+            return np.where(wanted > 0, np.minimum(np.maximum(wanted, options.at_once), room), 0)
+        price *= CHEAPER
+    return np.zeros_like(tally.attempts)
+
+
+def rounds(
+    attempt: Callable[[Int[np.ndarray, "tasks"]], tuple[np.ndarray, np.ndarray]], tasks: int, options: EdgeOptions
+) -> Iterator[Tally]:
+    """The tally after each round, until nothing more is asked for.
+
+    Args:
+      attempt: attempts wanted of each task -> (passes, attempts with a verdict) of each.
+    Raises:
+      RuntimeError: where a whole round gave no verdict.
+    """
+    tally = nothing_known(tasks)
+    while (asked := next_attempts(tally, options)).any():
+        passes, attempts = attempt(asked)
+        if not attempts.any():
+            raise RuntimeError(f"none of {asked.sum()} attempts got a verdict; see whether the graders work")
+        tally = tally.plus(passes, attempts)
+        yield tally
+
+
+def fit_prior(tally: Tally) -> tuple[float, float]:
+    """The beta distribution of the tasks' pass rates by maximum marginal likelihood (beta-binomial).
+
+    A weak pull towards (1, 1) keeps it finite where all tasks were passed or none.
+    """
+    states, counts = np.unique(np.stack([tally.passes, tally.attempts]), axis=1, return_counts=True)
+    passes, attempts = states
+
+    def loss(log_ab: np.ndarray) -> float:
+        a, b = np.exp(log_ab)
+        likelihood = scipy.special.betaln(a + passes, b + attempts - passes) - scipy.special.betaln(a, b)
+        return -float(counts @ likelihood) + 0.5 * float(np.sum(np.square(log_ab)))
+
+    bound = tuple(math.log(x) for x in PRIOR_BOUNDS)
+    found = scipy.optimize.minimize(loss, np.log([0.5, 0.5]), method="L-BFGS-B", bounds=[bound, bound])
+    a, b = np.exp(found.x)
+    return float(a), float(b)
+
+
+@functools.lru_cache(maxsize=512)
+def attempts_worth(
+    price: float, prior: tuple[float, float], options: EdgeOptions
+) -> Int[np.ndarray, "attempts passes"]:
+    """Attempts until a task in state [attempts, passes] may stop being worth its price: 0 where it is not worth one.
+
+    Backward induction over the number of attempts: V(n, s) = min(error(n, s), price + E V(n + 1, s')).
+    """
+    most = options.most_attempts
+    error = _errors(prior, options)
+    table = np.zeros((most + 1, most + 1), np.int64)
+    value = error[most]
+    for n in range(most - 1, -1, -1):
+        passes = np.arange(n + 1)
+        chance = (prior[0] + passes) / (prior[0] + prior[1] + n)
+        further = price + chance * value[1 : n + 2] + (1 - chance) * value[: n + 1]
+        now = error[n, : n + 1]
+        until = 1 + np.minimum(table[n + 1, : n + 1], table[n + 1, 1 : n + 2])
+        table[n, : n + 1] = np.where(further < now, until, 0)
+        value = np.minimum(further, now)
+    return table
+
+
+@functools.lru_cache(maxsize=64)
+def _errors(prior: tuple[float, float], options: EdgeOptions) -> Float[np.ndarray, "attempts passes"]:
+    """Probability that the best classification in a state is wrong."""
+    attempts, passes = np.indices((options.most_attempts + 1,) * 2)
+    probability = _in_band(np.minimum(passes, attempts), attempts, prior, options)
+    return np.minimum(probability, 1 - probability)
+
+
+def _on_grid(prior: tuple[float, float]) -> tuple[float, float]:
+    a, b = (math.exp(PRIOR_GRID * round(math.log(x) / PRIOR_GRID)) for x in prior)
+    return a, b
+
+
+def _in_band(passes: np.ndarray, attempts: np.ndarray, prior: tuple[float, float], options: EdgeOptions) -> np.ndarray:
+    a, b = prior[0] + passes, prior[1] + attempts - passes
+    return scipy.special.betainc(a, b, options.high) - scipy.special.betainc(a, b, options.low)

@@ -51,7 +51,11 @@ def get_config() -> ConfigDict:
     c.lora = ConfigDict()
     c.lora.rank = 16  # 0 = train every parameter
     c.lora.alpha = 32.0  # the update is scaled by alpha / rank
+    # Linear layers by name or by pattern: "mlp.*", "shared_expert.*", "in_proj_*"; routed experts only by patterns that
+    # say so: "experts.*".
     c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    # Of routed experts: factors of their own for each expert, or the outer ones, at the layer's width, shared by all.
+    c.lora.experts = "per_expert"  # per_expert | shared_outer
 
     c.tasks = ConfigDict()
     c.tasks.sources = ConfigDict()  # name -> source(...)
@@ -99,12 +103,46 @@ def get_config() -> ConfigDict:
     c.producer.failure_limit = 64  # samples in a row that failed for good that end the run
 
     c.engine = ConfigDict()
-    c.engine.kind = "local"  # local: the embedded engine
-    c.engine.slots = 64  # responses decoded at once
+    c.engine.kind = "local"  # local: the embedded engine | sglang: SGLang servers, section `inference`
+    c.engine.slots = 64  # local: responses decoded at once
     c.engine.context = 256  # tokens, prompt and response
-    c.engine.prefill_buckets = (32, 64, 128, 256)  # prompt lengths, tokens, that prefill is compiled for
-    c.engine.prefill_rows = 8  # prompts prefilled at once
-    c.engine.steps_per_dispatch = 8  # tokens decoded between two looks of the host
+    c.engine.prefill_buckets = (32, 64, 128, 256)  # local: prompt lengths, tokens, that prefill is compiled for
+    c.engine.prefill_rows = 8  # local: prompts prefilled at once
+    c.engine.steps_per_dispatch = 8  # local: tokens decoded between two looks of the host
+
+    c.inference = ConfigDict()  # engine.kind = "sglang": docs/sglang.md
+    c.inference.profile = "generic"  # | colocated | olmo_h100 | olmo35_b300: admission, HTTP admission, radix cache
+    c.inference.addresses = ()  # of servers that run, ("http://HOST:PORT", ...)
+    c.inference.router = ""  # address in front of them, "" = none; requests go there, weights to each of addresses
+    c.inference.count = 0  # servers to start on this machine, in place of addresses
+    c.inference.host = "127.0.0.1"  # that they listen on; 0.0.0.0: all of the machine's
+    c.inference.first_port = 0  # the others follow it; 0 = free ports
+    c.inference.python = ".venv-sglang/bin/python"  # of the environment that has SGLang
+    c.inference.api_key_variable = ""  # environment variable with the key for generation, "" = none
+    c.inference.admin_key_variable = ""  # the same for weights and pauses, "" = the former
+    c.inference.ready_timeout_s = 600.0  # seconds in which a server must have started
+    c.inference.health_every_s = 10.0  # seconds between two looks at each server, not while it loads weights
+    c.inference.health_timeout_s = 30.0  # seconds without an answer, then the engine is ejected
+    c.inference.device = "cuda"  # cuda | cpu
+    c.inference.first_gpu = 0  # of the servers started here; each takes the next tensor_parallel
+    c.inference.tensor_parallel = 1  # GPUs of a server
+    c.inference.memory_fraction = 0.0  # of a GPU's memory, for weights and cache; 0 = SGLang's own choice
+    c.inference.attention_backend = ""  # "" = SGLang's own choice; torch_native on a CPU
+    c.inference.radix_cache = "auto"  # auto (the profile's) | on | off: prefixes are kept between requests
+    c.inference.state_dtype = "float32"  # of linear attention's state; hybrid models with a radix cache need float32
+    c.inference.fp32_head = False  # the engine's output head in float32, as the trainer's
+    c.inference.max_lora_rank = 64  # weights = "adapter": room that engines keep
+    c.inference.max_loras = 2  # weights = "adapter": versions that a batch may hold
+    c.inference.arguments = ()  # further ones of sglang.launch_server, ("--nnodes=2", ...)
+    c.inference.weights = "full"  # full (an adapter is merged in) | adapter: sent as LoRA, a name per version
+    c.inference.transport = "disk"  # disk (a file system that all share) | tensor (HTTP) | distributed
+    c.inference.weights_directory = ""  # of versions; "" = weights/ in the run's own directory
+    c.inference.bucket_mib = 256  # MiB sent at once
+    c.inference.distributed_backend = "nccl"  # nccl | gloo
+
+    c.audit = ConfigDict()
+    c.audit.at_start = False  # reset each server's weights, load them, compare
+    c.audit.every = 0  # publications between two audits, 0 = none
 
     c.learner = ConfigDict()
     c.learner.updates = 100  # collections; one without any signal makes no optimizer update
@@ -226,6 +264,7 @@ def get_config() -> ConfigDict:
     c.simulate.trainer.publish_seconds = 0.0  # to send weights out, before the engines load them
     c.simulate.trainer.other_seconds = 0.0  # between publication and the next batch: metrics, checkpoints
     c.simulate.trainer.engine_slowdown = 1.0  # factor on the engines' seconds while training; 1 = separate devices
+    c.simulate.trainer.own_slowdown = 1.0  # factor on the seconds of an update while engines run; 1 = separate devices
     c.simulate.faults = ConfigDict()
     c.simulate.faults.engine_failures_per_hour = 0.0  # of one engine
     c.simulate.faults.engine_down_seconds = 300.0  # until it is back

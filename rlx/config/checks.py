@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError, nearest
+from rlx.config.inference_checks import inference_problems
 from rlx.config.objective_checks import refusals
 from rlx.config.producer_checks import producer_problems
 from rlx.config.schema import LINEAR_LAYERS, Config, TaskSourceConfig
@@ -91,6 +92,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _rollout,
         _producer,
         _engine,
+        _inference,
         _lengths,
         _learner,
         _objective,
@@ -192,7 +194,7 @@ def _lora(config: Config) -> list[str]:
     targets = config.lora.targets
     problems = []
     for i, name in enumerate(targets):
-        if name not in LINEAR_LAYERS:
+        if name.isidentifier() and name not in LINEAR_LAYERS:  # what a pattern means depends on the model
             close = nearest(name, LINEAR_LAYERS)
             hint = f"; the nearest is {close!r}" if close else ""
             problems.append(_said(f"lora.targets[{i}]", name, f"must be one of {', '.join(LINEAR_LAYERS)}{hint}"))
@@ -245,6 +247,10 @@ def _rollout(config: Config) -> list[str]:
 
 def _producer(config: Config) -> list[str]:
     return producer_problems(config)
+
+
+def _inference(config: Config) -> list[str]:
+    return inference_problems(config)
 
 
 def _objective(config: Config) -> list[str]:

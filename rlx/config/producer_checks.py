@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlx.config.inference import admission
 from rlx.config.schema import Config
 
 AT_LEAST_ONE = ("sessions_in_flight", "failure_limit")
@@ -41,9 +42,9 @@ def _said(key: str, value: Any, demand: str) -> str:
 
 
 def _admission(config: Config) -> list[str]:
-    producer, slots = config.producer, config.engine.slots
+    producer, slots = config.producer, admission(config)
     problems = []
-    if producer.engine_admission not in (0, slots):
+    if config.engine.kind == "local" and producer.engine_admission not in (0, slots):
         why = f"the embedded engine runs config.engine.slots = {slots} requests at once; set 0, or that key"
         problems.append(_said("producer.engine_admission", producer.engine_admission, why))
     if 0 < producer.http_admission < slots:

@@ -11,11 +11,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from rlx.config.inference import AuditConfig, InferenceConfig
 from rlx.config.objective import ObjectiveConfig
 from rlx.config.simulation import SimulateConfig
 
-# The linear layers of a block, in the order of the forward pass, by their names in a checkpoint.
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The linear layers of all families of models by their names in a checkpoint, those of a dense block first.
+LINEAR_LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("g_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    *("a_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
+    *("gate_up_proj", "routed_expert_down_proj", "routed_expert_up_proj"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,8 @@ class LoraConfig:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # names of linear layers, as in the checkpoint: q_proj ... down_proj
+    targets: tuple[str, ...]  # names of linear layers, as in the checkpoint, and patterns: `rlx.models.lora.matches`
+    experts: Literal["per_expert", "shared_outer"] = "per_expert"  # the form of routed experts' adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +126,7 @@ class ProducerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    kind: Literal["local"]
+    kind: Literal["local", "sglang"]
     slots: int
     context: int
     prefill_buckets: tuple[int, ...]
@@ -200,6 +208,8 @@ class Config:
     rollout: RolloutConfig
     producer: ProducerConfig
     engine: EngineConfig
+    inference: InferenceConfig
+    audit: AuditConfig
     learner: LearnerConfig
     objective: ObjectiveConfig
     sft: SftConfig

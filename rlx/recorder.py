@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from rlx.config.identity import flat
 from rlx.config.parse import to_dict
 from rlx.config.schema import Config
-from rlx.metrics.jsonl import read_json, write_json
+from rlx.metrics.jsonl import encode, read_json, write_bytes, write_json
 from rlx.metrics.names import check_names
 from rlx.metrics.progress import Progress, Shown
 from rlx.metrics.rundir import Records, RunDirectory
@@ -32,6 +33,8 @@ class Recorder:
 
     def __init__(self, config: Config, run: RunDirectory, restored: int, records: Records):
         self._config, self._run = config, run
+        self._thread = ThreadPoolExecutor(1, "recorder")
+        self._writing: Future[None] | None = None  # the ledger, at most one at a time
         rewound = run.rewind(records)
         changes = [] if restored < 0 else changed_settings(read_json(run.config), to_dict(config))
         # It would be that of an earlier end of this run.
@@ -99,13 +102,21 @@ class Recorder:
             self._tensorboard.scalars(scalars, step)
 
     def ledger(self, state: Mapping[str, Any]) -> None:
-        write_json(self._run.ledger, state)
+        """The ledger's file becomes `state` soon: to wait for the disk would cost as much as all other records."""
+        self._written()
+        self._writing = self._thread.submit(write_bytes, self._run.ledger, (encode(state, indent=2) + "\n").encode())
+
+    def _written(self) -> None:
+        """The ledger's last state is on the disk. Raises what prevented it."""
+        if self._writing is not None:
+            self._writing.result()
 
     def summary(self, values: Mapping[str, Any]) -> None:
         write_json(self._run.summary, values)
 
     def sync(self) -> None:
         """Everything appended so far is on the disk."""
+        self._written()
         self._run.sync()
         if self._tensorboard is not None:
             self._tensorboard.flush()
@@ -117,8 +128,11 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.close()
+        self._thread.shutdown()
         if self._tensorboard is not None:
             self._tensorboard.close("success" if error is None else "failure")
+        if error is None:
+            self._written()
 
     def _events(
         self,

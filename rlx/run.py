@@ -148,8 +148,8 @@ class Run:
 
     def save(self, moment: Moment, feed: Feed | None = None) -> None:
         """Start a checkpoint of the learner's state with `moment`, which must belong to it."""
-        self.recorder.sync()
         self.recorder.ledger(moment.host["ledger"])
+        self.recorder.sync()
         step = moment.host["progress"]["update"]
         if moment.flow and step == self.checkpoints.latest_step:
             write_later(self.directory, step, moment)

@@ -79,9 +79,16 @@ def plan_rows(families: Sequence[Family], row_tokens: int, row_targets: int) -> 
                 rows.append(new)
             row.put(name, part)
             rest = _without(rest, part)
-    while len(rows) > 1 and (fewer := _dissolved(rows)):
+    fewest = _fewest(families, row_tokens, row_targets)
+    while len(rows) > fewest and (fewer := _dissolved(rows)):
         rows = fewer
     return [list(row.parts.values()) for row in rows]
+
+
+def _fewest(families: Sequence[Family], row_tokens: int, row_targets: int) -> int:
+    """Rows that cannot be done without, however well they are filled."""
+    tokens, targets = sum(f.tokens for f in families), sum(f.targets for f in families)
+    return max(1, -(-tokens // row_tokens), -(-targets // row_targets))
 
 
 def _dissolved(rows: Sequence[_Row]) -> list[_Row] | None:

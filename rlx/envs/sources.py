@@ -12,9 +12,6 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
-
 from rlx.config.schema import TaskSourceConfig
 from rlx.envs.extract import as_number
 from rlx.envs.grading import GRADERS
@@ -75,6 +72,9 @@ def nearest(value: str, valid: Iterable[str]) -> str:
 
 
 def _check_dataset(key: str, source: TaskSourceConfig) -> None:
+    # It takes a second to import, which who trains on files of their own need not wait for.
+    from reasoning_gym.factory import DATASETS
+
     dataset = source.dataset
     if dataset not in DATASETS:
         raise ValueError(f"{key}.dataset = {dataset!r} is not a reasoning-gym dataset; {nearest(dataset, DATASETS)}")
@@ -97,6 +97,8 @@ def _check_dataset(key: str, source: TaskSourceConfig) -> None:
 
 
 def _read_dataset(name: str, source: TaskSourceConfig, seed: int) -> list[Task]:
+    import reasoning_gym
+
     key = f"tasks.sources.{name}"
     options = json.loads(json.dumps(dict(source.options)))  # tuples become lists, as the graders will see them
     # reasoning-gym seeds item i with seed + i: neighbouring seeds, or two sources with one seed, would share items.

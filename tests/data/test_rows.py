@@ -95,6 +95,14 @@ def test_a_row_is_dissolved_into_the_gaps_of_the_others():
     assert [sum(p.tokens for p in row) for row in rows] == [24, 22]
 
 
+def test_rows_that_cannot_be_fewer_are_left_as_they_are(monkeypatch):
+    """To try each is quadratic in their number."""
+    monkeypatch.setattr("rlx.data.rows._dissolved", lambda rows: pytest.fail("it was tried"))
+    assert len(plan_rows(alone(*[(TOKENS, 1)] * 64), TOKENS, TARGETS)) == 64
+    assert len(plan_rows(alone(*[(1, TARGETS)] * 64), TOKENS, TARGETS)) == 64
+    assert len(plan_rows([family(4, *[(5, 1)] * 8)], TOKENS, TARGETS)) == 2
+
+
 def test_targets_are_a_budget_of_their_own():
     assert indices(plan_rows([family(4, *[(1, 4)] * 4)], TOKENS, TARGETS)) == [[0, 1], [2, 3]]
     assert indices(plan_rows(alone((6, 6), (6, 6), (5, 4)), TOKENS, TARGETS)) == [[0, 2], [1]]

@@ -1,4 +1,5 @@
 import json
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -17,6 +18,13 @@ def test_encode_takes_numpy_and_numbers_that_json_lacks(tmp_path):
         "d": str(tmp_path),
         "e": True,
     }
+
+
+def test_one_number_that_json_lacks_changes_nothing_else():
+    value = {1: [np.float64(0.1), np.float32(0.1), np.int64(3), "Infinity"], "mapping": MappingProxyType({"a": (1, 2)})}
+    plain, with_nan = json.loads(encode(value)), json.loads(encode({**value, "nan": [np.full(2, np.nan)]}))
+    assert with_nan == {**plain, "nan": [["NaN", "NaN"]]}
+    assert plain == {"1": [0.1, float(np.float32(0.1)), 3, "Infinity"], "mapping": {"a": [1, 2]}}
 
 
 def test_encode_refuses_what_it_does_not_know():

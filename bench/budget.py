@@ -19,18 +19,19 @@ import numpy as np
 from configs import base
 from rlx.assemble import device_batch
 from rlx.config.parse import parse
-from rlx.config.schema import Config
+from rlx.config.schema import LINEAR_LAYERS, Config
 from rlx.data.packing import PackingConfig, Trajectory, pack
 from rlx.learner.state import init_state, make_optimizer
 from rlx.learner.step import StepConfig, update
 from rlx.models.lora import adapter_scale
-from rlx.models.spec import LINEAR_NAMES, Architecture, Params, init_params
+from rlx.models.presets import dense
+from rlx.models.spec import Params, init_params
 from rlx.models.transformer import Remat
 from rlx.parallel.runtime import peak_host_memory_gib
 from rlx.types import TopK
 
-SMOLLM2 = Architecture(
-    model_type="qwen2",
+SMOLLM2 = dense(
+    "qwen2",
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,
@@ -40,8 +41,6 @@ SMOLLM2 = Architecture(
     head_dim=64,
     rope_theta=1e5,
     rms_norm_eps=1e-5,
-    qkv_bias=True,
-    qk_norm=False,
     tied=True,
     max_positions=2048,
 )
@@ -99,7 +98,7 @@ def main() -> None:
     total = arguments.rows * arguments.tokens
     cases = {
         "update, LoRA on all linear layers, every token a target, remat = layer": (
-            update_case(config, params, LINEAR_NAMES, "layer", whole),
+            update_case(config, params, LINEAR_LAYERS[:7], "layer", whole),
             total,
         ),
         "update, LoRA on attention, every token a target, remat = layer": (

@@ -62,7 +62,7 @@ def decode_case(arch: Architecture, params: Params, slots: int, head: int, ends:
     held = [sampler.init_slots(arch, config, slots, params["embed"].dtype)]
 
     def run() -> None:
-        held[0] = sampler.admit(held[0], prompt, admission)
+        held[0] = sampler.admit(arch, held[0], prompt, admission)
         held[0], dispatch = sampler.decode(arch, config, 1, params, held[0], jnp.asarray(False))
         assert (np.asarray(dispatch.written) == config.steps).all()
 
@@ -102,7 +102,7 @@ def main() -> None:
         if arguments.model
         else init_params(arch, jax.random.key(0), jnp.dtype(arguments.dtype))
     )
-    params = sampler.unstack_layers(stacked)
+    params = sampler.unstack_layers(arch, stacked)
     ends = (arguments.bucket, 2 * arguments.bucket)
     cases = {
         f"product of {SQUARE} x {SQUARE}, float32": matrix_case(),

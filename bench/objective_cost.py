@@ -27,11 +27,12 @@ from rlx.data.packing import PackingConfig, Trajectory, pack
 from rlx.learner.state import init_state, make_optimizer
 from rlx.learner.step import Batch, StepConfig, add_slice, update, zero_total
 from rlx.models.lora import adapter_scale
-from rlx.models.spec import Architecture, init_params
+from rlx.models.presets import dense
+from rlx.models.spec import init_params
 from rlx.types import TopK
 
-ARCH = Architecture(
-    model_type="qwen3",
+ARCH = dense(
+    "qwen3",
     vocab_size=32768,
     hidden_size=256,
     intermediate_size=768,
@@ -41,8 +42,6 @@ ARCH = Architecture(
     head_dim=64,
     rope_theta=1e6,
     rms_norm_eps=1e-6,
-    qkv_bias=False,
-    qk_norm=True,
     tied=True,
     max_positions=2048,
 )

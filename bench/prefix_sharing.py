@@ -11,7 +11,6 @@ same loss and gradient norm.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import time
 from typing import NamedTuple
@@ -28,20 +27,23 @@ from rlx.data.packing import PackedBatch, PackingConfig, Trajectory, pack
 from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import StepConfig, accumulate, apply
 from rlx.models.lora import adapter_scale
+from rlx.models.presets import dense
 from rlx.models.spec import Architecture, init_params
 from rlx.types import TopK
 
-SMALL = dataclasses.replace(
-    SMOLLM2,
-    model_type="qwen3",
+SMALL = dense(
+    "qwen3",
     vocab_size=512,
     hidden_size=256,
     intermediate_size=768,
     num_layers=4,
     num_heads=4,
     num_kv_heads=2,
-    qkv_bias=False,
-    qk_norm=True,
+    head_dim=64,
+    rope_theta=1e5,
+    rms_norm_eps=1e-5,
+    tied=True,
+    max_positions=2048,
 )
 MICRO_BATCH = 1024  # tokens, about
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from flax import traverse_util
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config
+from rlx.config.schema import Config, LoraConfig
 from rlx.data.packing import PackedBatch, PackingConfig
 from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import Batch, MicroBatch, StepConfig
 from rlx.models import files, hf
-from rlx.models.lora import adapter_scale, merge
+from rlx.models.lora import adapter_scale, kernels, merged_kernels, replaced
 from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import Remat, kept_bytes, prefix_sharing_unsupported_reason
 from rlx.rollout.collect import Sampling
@@ -85,16 +87,15 @@ def check_prompts(config: Config, tokenizer: ChatTokenizer, tasks: Iterable[Task
 
 
 @partial(jax.jit, static_argnums=2)
-def _merged(params: Params, adapter: Params, scale: float) -> Params:
-    return merge(params, adapter, scale)["layers"]
+def _merged(params: Params, adapter: Params, scale: float) -> dict[tuple[str, ...], jax.Array]:
+    return merged_kernels(params, adapter, scale)
 
 
 def policy_params(config: Config, model: Model, trainable: Params) -> Params:
     """The parameters that an engine serves: the adapter merged in, in the model's dtype."""
     if config.lora.rank:
-        touched = {name: model.params["layers"][name] for name in trainable}
-        layers = _merged({"layers": touched}, trainable, adapter_scale(config.lora))
-        return {**model.params, "layers": {**model.params["layers"], **layers}}
+        touched = traverse_util.unflatten_dict(kernels(model.params, trainable))
+        return replaced(model.params, _merged(touched, trainable, adapter_scale(config.lora)))
     return jax.tree.map(lambda x: jnp.asarray(x, config.model.dtype, copy=True), trainable)
 
 
@@ -105,9 +106,16 @@ def task_stream(config: Config, tasks: Sequence[Task]) -> TaskStream:
 
 def fresh_state(config: Config, model: Model) -> LearnerState:
     """The learner's state before its first update."""
-    return init_state(
-        model.arch, config.lora, model.params, make_optimizer(config.learner), jax.random.key(config.run.seed)
-    )
+    key = jax.random.key(config.run.seed)
+    return _fresh_state(model.arch, config.lora, make_optimizer(config.learner), model.params, key)
+
+
+# One program: piece by piece it compiles for a third of a second.
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _fresh_state(
+    arch: Architecture, lora: LoraConfig, optimizer: optax.GradientTransformation, params: Params, key: jax.Array
+) -> LearnerState:
+    return init_state(arch, lora, params, optimizer, key)
 
 
 def check_belongs(

@@ -70,7 +70,7 @@ def test_a_context_beyond_the_models_positions_is_refused(config):
 
 
 def test_a_tokenizer_of_another_model_is_refused(config, tmp_path):
-    small = dataclasses.replace(ARCH, vocab_size=tiny_tokenizer.VOCAB_SIZE - 1)
+    small = tiny_model.sized(vocab_size=tiny_tokenizer.VOCAB_SIZE - 1)
     path = tiny_model.build(tmp_path / "small", small)
     with pytest.raises(ValueError, match=r"the tokenizer has 260 ids, the model's embedding 259"):
         assemble.load_model(config(model__path=path))
@@ -99,8 +99,11 @@ def test_the_policy_is_the_model_with_its_adapter_merged(config, model):
     for x, y in zip(jax.tree.leaves(policy), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     assert policy["embed"] is model.params["embed"]
-    assert policy["layers"]["up_proj"]["kernel"] is model.params["layers"]["up_proj"]["kernel"]
-    assert not np.array_equal(policy["layers"]["q_proj"]["kernel"], model.params["layers"]["q_proj"]["kernel"])
+    (mixer, mlp), (old_mixer, old_mlp) = (
+        (tree["layers"]["0"]["mixer"], tree["layers"]["0"]["mlp"]) for tree in (policy, model.params)
+    )
+    assert mlp["up_proj"]["kernel"] is old_mlp["up_proj"]["kernel"]
+    assert not np.array_equal(mixer["q_proj"]["kernel"], old_mixer["q_proj"]["kernel"])
 
 
 def test_the_policy_outlives_the_parameters_it_was_made_of(config, model):
@@ -163,7 +166,7 @@ def test_the_step_is_compiled_for_what_the_configuration_says(config):
 
 def test_what_is_recomputed_is_chosen_by_the_memory_that_it_saves(config):
     """By the configuration alone: a resumed run chooses the same."""
-    wide = dataclasses.replace(ARCH, num_layers=40, hidden_size=8192, intermediate_size=32768)
+    wide = tiny_model.sized(num_layers=40, hidden_size=8192, intermediate_size=32768)
     assert assemble.remat(config(), ARCH) == "products"
     assert assemble.remat(config(), wide) == "layer"
     assert assemble.remat(config(learner__micro_batch_rows=1, model__dtype="bfloat16"), wide) == "products"
@@ -171,7 +174,7 @@ def test_what_is_recomputed_is_chosen_by_the_memory_that_it_saves(config):
 
 
 def test_few_layers_stand_one_after_the_other(config):
-    deep = dataclasses.replace(ARCH, num_layers=assemble.UNROLLED_LAYERS + 1)
+    deep = tiny_model.sized(num_layers=assemble.UNROLLED_LAYERS + 1)
     assert assemble.unrolled(config(), ARCH) and not assemble.unrolled(config(), deep)
     assert not assemble.unrolled(config(model__scan_layers="on"), ARCH)
     assert assemble.unrolled(config(model__scan_layers="off"), deep)

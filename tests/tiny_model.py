@@ -6,31 +6,38 @@ Weights are drawn wider than a model is initialised, so that its distributions a
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
 from rlx.models.hf import save_params
+from rlx.models.presets import dense
 from rlx.models.spec import Architecture, Params, param_specs
 from tests import tiny_tokenizer
 
-ARCH = Architecture(
-    model_type="qwen3",
-    vocab_size=tiny_tokenizer.VOCAB_SIZE,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    qkv_bias=False,
-    qk_norm=True,
-    tied=True,
-    max_positions=512,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": tiny_tokenizer.VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "tied": True,
+    "max_positions": 512,
+}
+
+
+def sized(**changes: Any) -> Architecture:
+    """The same family in other sizes: arguments of `dense`."""
+    return dense("qwen3", **SIZES | changes)
+
+
+ARCH = sized()
 SCALE = 0.2  # standard deviation of the weights
 
 

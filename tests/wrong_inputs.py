@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -72,7 +71,7 @@ def cut_weights() -> None:
 def larger_vocabulary() -> None:
     """The embedding of another model: fewer rows than the tokenizer has ids."""
     shutil.rmtree("model")
-    tiny_model.build("model", arch=dataclasses.replace(tiny_model.ARCH, vocab_size=200))
+    tiny_model.build("model", arch=tiny_model.sized(vocab_size=200))
 
 
 def dataset(name: str, **options: object) -> Callable[[], object]:

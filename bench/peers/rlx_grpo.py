@@ -35,12 +35,13 @@ from rlx.config.schema import Config
 from rlx.envs.graders import GraderPool
 from rlx.feed import Feed
 from rlx.models.hf import save_params
-from rlx.models.spec import Architecture, init_params
+from rlx.models.presets import dense
+from rlx.models.spec import init_params
 from rlx.scoring import score_shown
 from rlx.train import learn, report, rollout, select, whole_moment
 
-ARCH = Architecture(
-    model_type="qwen3",
+ARCH = dense(
+    "qwen3",
     vocab_size=work.VOCABULARY,
     hidden_size=work.WIDTH,
     intermediate_size=work.FFN,
@@ -50,8 +51,6 @@ ARCH = Architecture(
     head_dim=work.HEAD_DIM,
     rope_theta=1e6,
     rms_norm_eps=1e-6,
-    qkv_bias=False,
-    qk_norm=True,
     tied=True,
     max_positions=2048,
 )

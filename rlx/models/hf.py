@@ -1,17 +1,16 @@
-"""Hugging Face checkpoints: names, loading and saving.
-
-`TENSOR_NAMES` is the one place that knows what a parameter is called outside. A linear weight is [out, in] in a
-checkpoint and a kernel [in, out] here; a block's parameters are stacked on a leading layer axis here.
-"""
+"""Hugging Face checkpoints: loading and saving. `models.hf_names` knows what a parameter is called outside."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,29 +19,13 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from rlx.models.description import Architecture, Params
 from rlx.models.files import new_directory, read_json, write_json
-from rlx.models.hf_config import architecture_config, read_architecture
-from rlx.models.spec import Architecture, Params, param_specs
+from rlx.models.hf_config import architecture_config, read_config
+from rlx.models.hf_names import HfTensor, found_names, hf_tensors
+from rlx.models.spec import param_specs
 
 __all__ = ["HfTensor", "hf_tensors", "load_params", "read_architecture", "save_params", "to_hf"]
-
-TENSOR_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "layers/input_layernorm": "model.layers.{layer}.input_layernorm.weight",
-    "layers/q_norm": "model.layers.{layer}.self_attn.q_norm.weight",
-    "layers/k_norm": "model.layers.{layer}.self_attn.k_norm.weight",
-    "layers/post_attention_layernorm": "model.layers.{layer}.post_attention_layernorm.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-} | {
-    f"layers/{name}/{leaf}": f"model.layers.{{layer}}.{module}.{name}.{hf_leaf}"
-    for module, names in (
-        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    )
-    for name in names
-    for leaf, hf_leaf in (("kernel", "weight"), ("bias", "bias"))
-}
 
 # What travels with the weights so that a saved directory can be served.
 TOKENIZER_FILES = (
@@ -60,34 +43,26 @@ TOKENIZER_FILES = (
 SHARD_BYTES = 5 * 10**9
 
 
-class HfTensor(NamedTuple):
-    """Where one tensor of the checkpoint lives in the parameter tree."""
+def read_architecture(directory: Path | str) -> Architecture:
+    """From config.json, with the names of tensors as the weights beside it, where there are any, have them.
 
-    path: str  # of the leaf, joined by "/"
-    layer: int | None  # the index on the leaf's leading axis, where it has one
-    transposed: bool  # stored [out, in]
-    shape: tuple[int, ...]  # as stored
-
-
-def hf_tensors(arch: Architecture) -> dict[str, HfTensor]:
-    """Every tensor of a checkpoint of `arch` by its Hugging Face name."""
-    tensors: dict[str, HfTensor] = {}
-    for path, spec in traverse_util.flatten_dict(param_specs(arch), sep="/").items():
-        transposed = path.endswith("/kernel")
-        stacked = spec.axes[0] == "layer"
-        shape = spec.shape[1:] if stacked else spec.shape
-        for layer in range(spec.shape[0]) if stacked else (None,):
-            name = TENSOR_NAMES[path].format(layer=layer)
-            tensors[name] = HfTensor(path, layer, transposed, shape[::-1] if transposed else shape)
-    return tensors
+    Raises what `hf_config.read_config` does, and ValueError for an index or a file of weights that is damaged.
+    """
+    arch = read_config(directory)
+    if not any(Path(directory).glob("*.safetensors*")):
+        return arch
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(_open(path)) for path in _tensor_files(Path(directory))]
+        names = [name for file in files for name in file.keys()]  # noqa: SIM118
+    return dataclasses.replace(arch, names=found_names(arch.names, names))
 
 
 def to_hf(arch: Architecture, params: Params) -> Iterator[tuple[str, Any]]:
     """(name, array) of every tensor, in the array library of `params`: numpy leaves give views, jax leaves slices."""
     flat = traverse_util.flatten_dict(params, sep="/")
     for name, tensor in hf_tensors(arch).items():
-        array = flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
-        yield name, array.T if tensor.transposed else array
+        array = flat[tensor.path][tensor.index]
+        yield name, (array.swapaxes(-1, -2) if tensor.transposed else array).reshape(tensor.shape)
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -108,10 +83,10 @@ def load_params(directory: Path | str, arch: Architecture, dtype: jnp.dtype | st
         _check_names(directory, arch, set(where), set(expected))
         for name, tensor in expected.items():
             array = _read(where[name], name, tensor.shape).astype(dtype, copy=False)
-            target = leaves[tensor.path] if tensor.layer is None else leaves[tensor.path][tensor.layer]
-            target[...] = array.T if tensor.transposed else array
-        if arch.tied and "lm_head.weight" in where:
-            _check_tied(directory, where)
+            target = leaves[tensor.path][tensor.index]
+            target[...] = array.swapaxes(-1, -2) if tensor.transposed else array.reshape(target.shape)
+        if arch.tied and arch.names.head in where:
+            _check_tied(directory, arch, where)
     return traverse_util.unflatten_dict(leaves, sep="/")
 
 
@@ -148,9 +123,9 @@ def _read(file: Any, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 def _check_names(directory: Path | str, arch: Architecture, found: set[str], expected: set[str]) -> None:
-    ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}  # older exports: a constant
+    ignored = {name for name in found if is_ignored(arch, name)}
     if arch.tied:
-        ignored.add("lm_head.weight")  # compared with the embedding once both are read
+        ignored.add(arch.names.head)  # compared with the embedding once both are read
     missing, unexpected = sorted(expected - found), sorted(found - expected - ignored)
     if missing or unexpected:
         parts = [("lacks", missing), ("has unexpected", unexpected)]
@@ -158,12 +133,21 @@ def _check_names(directory: Path | str, arch: Architecture, found: set[str], exp
         raise ValueError(f"{directory} does not fit its config.json ({arch.model_type}, tied={arch.tied}): {said}")
 
 
+def is_ignored(arch: Architecture, name: str) -> bool:
+    """Is it no part of the language model: constants, towers of other kinds, layers that predict further tokens?"""
+    config = json.loads(arch.config)
+    further = re.match(re.escape(f"{arch.names.model}layers.") + r"(\d+)\.", name)
+    predicting = further is not None and config.get("num_nextn_predict_layers") and int(further[1]) >= arch.num_layers
+    other_tower = "text_config" in config and not name.startswith(arch.names.model) and name != arch.names.head
+    return bool(name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.") or other_tower or predicting)
+
+
 def _some(names: list[str], count: int = 6) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
-def _check_tied(directory: Path | str, where: Mapping[str, Any]) -> None:
-    embedding, head = (where[n].get_tensor(n) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+def _check_tied(directory: Path | str, arch: Architecture, where: Mapping[str, Any]) -> None:
+    embedding, head = (where[n].get_tensor(n) for n in (f"{arch.names.model}embed_tokens.weight", arch.names.head))
     if not np.array_equal(embedding, head):
         raise ValueError(
             f"{directory}: config.json says tie_word_embeddings, but lm_head.weight differs from the embedding: "

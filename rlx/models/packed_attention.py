@@ -23,9 +23,9 @@ from rlx.models.layers import KEPT, wide
 def packed_attention(
     query: Float[Array, "rows t heads d"],
     key: Float[Array, "rows t kv_heads d"],
-    value: Float[Array, "rows t kv_heads d"],
+    value: Float[Array, "rows t kv_heads v"],
     allowed: Bool[Array, "rows t t"],
-) -> Float[Array, "rows t heads d"]:
+) -> Float[Array, "rows t heads v"]:
     """Grouped-query softmax attention (arXiv 2305.13245) over the keys that `allowed` admits; 0 where there are none.
 
     Scores and softmax are float32, or float64 where the inputs are.

@@ -1,23 +1,29 @@
 """LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
 
 PEFT keeps lora_A as [r, in] and lora_B as [out, r] of every adapted linear layer; here they are a [L, in, r] and
-b [L, r, out] of all layers at once (see `models.lora`). The scale alpha / r is the same.
+b [L, r, out] of all layers of a slot at once (see `models.lora`). The scale alpha / r is the same.
+
+Where PEFT has no names the files have those that SGLang reads: in_proj_q, in_proj_k and in_proj_v for the parts of
+in_proj_qkv; experts.E.gate_proj and so on for adapters of single experts; experts.gate_up_proj and experts.down_proj,
+[E or 1, r, in] and [E or 1, out, r], where experts share the outer factors.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
 from rlx.config.schema import LoraConfig
+from rlx.models.description import Architecture, Params
 from rlx.models.files import new_directory, read_json, write_json
-from rlx.models.hf import TENSOR_NAMES
-from rlx.models.spec import LINEAR_NAMES, Architecture, Params, linear_shape
+from rlx.models.lora import Linear, adapter_specs, linears, targets
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -35,17 +41,64 @@ UNSUPPORTED = {
 }
 
 
-def to_peft(arch: Architecture, adapter: Params) -> Iterator[tuple[str, Any]]:
+class PeftTensor(NamedTuple):
+    """Where one tensor of the file lives in the adapter's tree."""
+
+    path: str  # of the leaf, joined by "/"
+    index: tuple[int, ...]  # of the layer, and the expert
+    shape: tuple[int, ...]  # as stored
+
+
+def peft_tensors(arch: Architecture, config: LoraConfig) -> dict[str, PeftTensor]:
+    """Every tensor of an adapter of `config` by PEFT's name."""
+    tensors: dict[str, PeftTensor] = {}
+    flat = traverse_util.flatten_dict(adapter_specs(arch, config))
+    for linear in targets(arch, config):
+        own = (linear.slot.name, *linear.path)
+        for path, spec in flat.items():
+            if path[: len(own)] == own:
+                *parts, factor = path[len(own) :]
+                for name, index in _modules(arch, linear, config, parts):
+                    shape = spec.shape[len(index) :]
+                    shared = linear.routed and config.experts == "shared_outer"
+                    wide = _experts_first(shape) if shared else shape
+                    stored = (*wide[:-2], wide[-1], wide[-2])
+                    tensors[f"{PREFIX}{name}.lora_{factor.upper()}.weight"] = PeftTensor("/".join(path), index, stored)
+    return tensors
+
+
+def _experts_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """With an axis of experts, of 1 where they share the factor."""
+    return shape if len(shape) == 3 else (1, *shape)
+
+
+def _modules(
+    arch: Architecture, linear: Linear, config: LoraConfig, parts: list[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(module, index of its part of a leaf), for all layers and, where each has its own, all experts."""
+    parent, _, own = linear.name.rpartition(".")
+    name = parts[0] if parts else own
+    for i, number in enumerate(linear.slot.numbers):
+        layer = f"{arch.names.model}layers.{number}"
+        if linear.routed and config.experts == "per_expert":
+            for expert in range(linear.spec.shape[0]):
+                yield f"{layer}.{parent}.{expert}.{name}", (i, expert)
+        else:
+            yield f"{layer}.{parent}.{name}" if parent else f"{layer}.{name}", (i,)
+
+
+def to_peft(arch: Architecture, adapter: Params, config: LoraConfig) -> Iterator[tuple[str, Any]]:
     """(PEFT's name, array) of every tensor, in the array library of `adapter`: lora_A [r, in], lora_B [out, r]."""
-    for target, low_rank in adapter.items():
-        for layer in range(arch.num_layers):
-            name_a, name_b = _names(target, layer)
-            yield name_a, low_rank["a"][layer].T
-            yield name_b, low_rank["b"][layer].T
+    flat = traverse_util.flatten_dict(adapter, sep="/")
+    for name, tensor in peft_tensors(arch, config).items():
+        yield name, flat[tensor.path][tensor.index].swapaxes(-1, -2).reshape(tensor.shape)
 
 
-def adapter_config(config: LoraConfig, base_path: Path | str) -> dict[str, Any]:
+def adapter_config(arch: Architecture, config: LoraConfig, base_path: Path | str) -> dict[str, Any]:
     """adapter_config.json; `base_path` is the model directory (or hub name) that the adapter was trained on."""
+    modules = config.targets
+    if any(not name.isidentifier() for name in modules):  # patterns: PEFT has names alone
+        modules = tuple(dict.fromkeys(_module_of(name) for name in peft_tensors(arch, config)))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -53,7 +106,7 @@ def adapter_config(config: LoraConfig, base_path: Path | str) -> dict[str, Any]:
         "revision": None,
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-        "target_modules": list(config.targets),
+        "target_modules": list(modules),
         "lora_dropout": 0.0,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -69,9 +122,9 @@ def save_adapter(
     Raises FileExistsError where it exists, ValueError where the adapter is not of `config`'s targets and rank.
     """
     _check_shapes(arch, adapter, config)
-    tensors = {name: np.ascontiguousarray(jax.device_get(array)) for name, array in to_peft(arch, adapter)}
+    tensors = {name: np.ascontiguousarray(jax.device_get(array)) for name, array in to_peft(arch, adapter, config)}
     with new_directory(directory) as out:
-        write_json(out / CONFIG_FILE, adapter_config(config, base_path))
+        write_json(out / CONFIG_FILE, adapter_config(arch, config, base_path))
         save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
@@ -81,47 +134,72 @@ def load_adapter(directory: Path | str, arch: Architecture) -> tuple[Params, Lor
     Raises FileNotFoundError where a file is missing, ValueError where the adapter is of another kind or another model.
     """
     directory = Path(directory)
-    config = _parse_config(read_json(directory / CONFIG_FILE))
     tensors = load_file(directory / WEIGHTS_FILE)
-    expected = {name for target in config.targets for i in range(arch.num_layers) for name in _names(target, i)}
-    if set(tensors) != expected:
-        missing, unexpected = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
+    config = _parse_config(arch, read_json(directory / CONFIG_FILE), tensors)
+    expected = peft_tensors(arch, config)
+    if set(tensors) != set(expected):
+        missing, unexpected = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
         raise ValueError(f"{directory} does not fit the model: lacks {missing[:4]}, has unexpected {unexpected[:4]}")
-    adapter = {target: _stack(tensors, target, arch.num_layers) for target in config.targets}
-    _check_shapes(arch, adapter, config)
-    return adapter, config
+    specs = traverse_util.flatten_dict(adapter_specs(arch, config), sep="/")
+    leaves = {path: np.empty(spec.shape, np.float32) for path, spec in specs.items()}
+    for name, tensor in expected.items():
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tensors[name].shape}; the model and rank make them {tensor.shape}")
+        target = leaves[tensor.path][tensor.index]
+        target[...] = tensors[name].swapaxes(-1, -2).reshape(target.shape)
+    return traverse_util.unflatten_dict(leaves, sep="/"), config
 
 
-def _names(target: str, layer: int) -> tuple[str, str]:
-    module = TENSOR_NAMES[f"layers/{target}/kernel"].format(layer=layer).removesuffix(".weight")
-    return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
+def _module_of(tensor: str) -> str:
+    """The last part of the name of the module that a tensor is of."""
+    return tensor.rpartition(".lora_")[0].rpartition(".")[2]
 
 
-def _stack(tensors: Mapping[str, np.ndarray[Any, Any]], target: str, layers: int) -> dict[str, np.ndarray[Any, Any]]:
-    pairs = [[tensors[name].T for name in _names(target, layer)] for layer in range(layers)]
-    return {key: np.stack([pair[i] for pair in pairs]) for i, key in enumerate("ab")}
-
-
-def _parse_config(config: Mapping[str, Any]) -> LoraConfig:
+def _parse_config(arch: Architecture, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> LoraConfig:
     if config.get("peft_type") != "LORA":
         raise ValueError(f"peft_type {config.get('peft_type')!r} is not supported: LORA is")
     for key, off in UNSUPPORTED.items():
         if config.get(key) not in (off, None, []):
             raise ValueError(f"{CONFIG_FILE}: {key} {config[key]!r} is not supported: {off!r} is")
-    targets = config["target_modules"]
-    unknown = sorted(set(targets) - set(LINEAR_NAMES)) if isinstance(targets, list) else [targets]
+    named = config["target_modules"]
+    known = {_module_of(name) for name in peft_tensors(arch, _everything(arch, config, tensors))}
+    unknown = sorted(set(named) - known) if isinstance(named, list) else [named]
     if unknown:
-        raise ValueError(f"target_modules {unknown} are not linear layers of a block: {', '.join(LINEAR_NAMES)} are")
-    ordered = tuple(name for name in LINEAR_NAMES if name in targets)  # PEFT writes a set, in any order
-    return LoraConfig(rank=config["r"], alpha=float(config["lora_alpha"]), targets=ordered)
+        raise ValueError(f"target_modules {unknown} are not linear layers of a block: {', '.join(sorted(known))} are")
+    return _narrowed(arch, _everything(arch, config, tensors), named, set(tensors))
+
+
+def _everything(arch: Architecture, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> LoraConfig:
+    """All linear layers, routed experts in the form that the file has."""
+    names = tuple(dict.fromkeys(linear.name for linear in linears(arch)))
+    apart = any(part.isdecimal() for name in tensors for part in name.partition(".experts.")[2].split(".")[:1])
+    return LoraConfig(config["r"], float(config["lora_alpha"]), names, "per_expert" if apart else "shared_outer")
+
+
+def _narrowed(arch: Architecture, every: LoraConfig, named: list[str], tensors: set[str]) -> LoraConfig:
+    """The settings under which the adapter has these tensors: PEFT's names where they say enough, else whole names."""
+    order = list(dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears(arch)))
+    plain = [name for name in order if name in named]
+    experts = every.experts if any(".experts." in name for name in tensors) else "per_expert"
+    config = dataclasses.replace(every, targets=tuple(plain), experts=experts)
+    if len(plain) == len(named) and set(peft_tensors(arch, config)) == tensors:
+        return config
+    whole = (
+        name for name in every.targets if tensors & set(peft_tensors(arch, dataclasses.replace(every, targets=(name,))))
+    )
+    found = dataclasses.replace(config, targets=tuple(whole))
+    return found if found.targets else config
 
 
 def _check_shapes(arch: Architecture, adapter: Params, config: LoraConfig) -> None:
-    if set(adapter) != set(config.targets):
-        raise ValueError(f"the adapter has {sorted(adapter)}, its settings name {sorted(config.targets)}")
-    for target, low_rank in adapter.items():
-        inputs, outputs = linear_shape(arch, target)
-        wanted = (arch.num_layers, inputs, config.rank), (arch.num_layers, config.rank, outputs)
-        found = tuple(low_rank["a"].shape), tuple(low_rank["b"].shape)
-        if found != wanted:
-            raise ValueError(f"adapter of {target}: a, b have shapes {found}; the model and rank make them {wanted}")
+    specs = traverse_util.flatten_dict(adapter_specs(arch, config), sep="/")
+    found = traverse_util.flatten_dict(adapter, sep="/")
+    if set(found) != set(specs):
+        odd = sorted(set(found) ^ set(specs))
+        raise ValueError(f"the adapter has other layers than its settings name, {list(config.targets)}: {odd[:4]}")
+    for path, spec in specs.items():
+        if tuple(found[path].shape) != spec.shape:
+            raise ValueError(
+                f"adapter: {path} and others have shapes like {tuple(found[path].shape)}; the model and rank make them "
+                f"{spec.shape}"
+            )

@@ -14,13 +14,51 @@ import jax
 from tokenizers import Tokenizer
 
 from rlx.models import hf
-from rlx.models.spec import Architecture, count_parameters, init_params
+from rlx.models.description import Architecture
+from rlx.models.hf_config import parse_architecture
+from rlx.models.spec import count_parameters, init_params
+
+
+def dense(
+    model_type: str,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope_theta: float,
+    rms_norm_eps: float,
+    tied: bool,
+    max_positions: int,
+) -> Architecture:
+    """A model of the family "qwen2" or "qwen3" in other sizes."""
+    return parse_architecture(
+        {
+            "model_type": model_type,
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "rope_theta": rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+            "rms_norm_eps": rms_norm_eps,
+            "tie_word_embeddings": tied,
+            "max_position_embeddings": max_positions,
+        }
+    )
 
 
 def tiny(vocab_size: int) -> Architecture:
     """Two blocks of Qwen3's kind, 32 wide, tied: 20,000 parameters and the embedding."""
-    return Architecture(
-        model_type="qwen3",
+    return dense(
+        "qwen3",
         vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
@@ -30,8 +68,6 @@ def tiny(vocab_size: int) -> Architecture:
         head_dim=8,
         rope_theta=10_000.0,
         rms_norm_eps=1e-6,
-        qkv_bias=False,
-        qk_norm=True,
         tied=True,
         max_positions=1024,
     )

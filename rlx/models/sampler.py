@@ -1,9 +1,10 @@
-"""Continuous batching on the device: a fixed number of slots, each with its stretches of key/value cache.
+"""Continuous batching on the device: a fixed number of slots, each with its part of the layers' caches.
 
-Three compiled functions: `prefill` (prompts of one length bucket -> keys and values), `admit` (copies a prompt's keys
-and values into the slots of all its samples) and `decode` (several tokens for every active slot). Results stay on the
-device until the host collects a finished slot. Layers are a tuple of per-layer trees here: a loop over stacked weights
-would copy each layer's weights at every token.
+Three compiled functions: `prefill` (prompts of one length bucket -> what their layers cache), `admit` (copies that into
+the slots of all samples of a prompt) and `decode` (several tokens for every active slot). Results stay on the device
+until the host collects a finished slot. What a layer caches is its mixer's business (`models.kinds`): keys and values,
+latents, a state. Layers are a tuple of per-layer trees here: a loop over stacked weights would copy each layer's
+weights at every token.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from rlx.models import cache
-from rlx.models.cache import Stretches
-from rlx.models.layers import attention, rms_norm
+from rlx.models import residual
+from rlx.models.cache import LayerCache
+from rlx.models.description import Architecture, Params
+from rlx.models.kinds import kind
+from rlx.models.rows import packed_rows, token_rows
 from rlx.models.sampling import Draw, draw, no_draw
-from rlx.models.spec import Architecture, Params
-from rlx.models.transformer import block, logits
+from rlx.models.transformer import block, layer_trees, logits
+from rlx.models.weights import Weights, normalise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +44,7 @@ class SamplerConfig:
 class Slots:
     """Everything a slot holds. `token` is the last one written (at first: the prompt's last), not yet in the cache."""
 
-    keys: tuple[Stretches, ...]  # a layer each
-    values: tuple[Stretches, ...]
+    caches: tuple[LayerCache, ...]  # a layer each
     token: Array  # int32 [slots]
     position: Array  # int32 [slots], of `token`
     active: Array  # bool [slots]
@@ -64,12 +66,11 @@ class Dispatch:
 
 @struct.dataclass
 class Prefilled:
-    """Prompts of one bucket with their keys and values."""
+    """Prompts of one bucket with what their layers cache of all their tokens but the last, which `decode` feeds."""
 
     tokens: Array  # int32 [rows, bucket]
     lengths: Array  # int32 [rows]
-    keys: tuple[Array, ...]  # a layer: [rows, kv_heads, d, bucket]
-    values: tuple[Array, ...]  # a layer: [rows, kv_heads, bucket, d]
+    caches: tuple[LayerCache, ...]  # a layer each; growing ones reach to the bucket's end
 
 
 @struct.dataclass
@@ -83,18 +84,16 @@ class Admission:
     temperature: Array  # float32 [slots]
 
 
-def unstack_layers(params: Params) -> Params:
-    """The same parameters with `layers` as a tuple of per-layer trees."""
-    count = params["layers"]["input_layernorm"].shape[0]
-    return {**params, "layers": tuple(jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count))}
+def unstack_layers(arch: Architecture, params: Params) -> Params:
+    """The same parameters with `layers` as a tuple of per-layer trees, in the model's order."""
+    return {**params, "layers": layer_trees(arch, params["layers"])}
 
 
 def init_slots(arch: Architecture, config: SamplerConfig, slots: int, dtype: jnp.dtype) -> Slots:
-    shape = (slots, config.ends, arch.num_kv_heads, arch.head_dim, dtype)
     row = lambda dtype: jnp.zeros(slots, dtype)  # noqa: E731
+    mixers = [layer.mixer for layer in arch.layers]
     return Slots(
-        keys=tuple(cache.empty_keys(*shape) for _ in range(arch.num_layers)),
-        values=tuple(cache.empty_values(*shape) for _ in range(arch.num_layers)),
+        caches=tuple(kind(mixer).empty(mixer, slots, config.ends, dtype) for mixer in mixers),
         token=row(jnp.int32),
         position=row(jnp.int32),
         active=row(bool),
@@ -109,39 +108,36 @@ def init_slots(arch: Architecture, config: SamplerConfig, slots: int, dtype: jnp
 def prefill(
     arch: Architecture, params: Params, tokens: Int[Array, "rows bucket"], lengths: Int[Array, " rows"]
 ) -> Prefilled:
-    """Keys and values of prompts. What follows a prompt in its row is not seen by it, so padding needs no mask;
-    `decode` overwrites it."""
+    """What layers cache of prompts. The last token of each is left out, and with it all that follows: `decode` feeds it
+    again, and a state must not take it in twice."""
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
-    keys, values = [], []
-
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        keys.append(cache.as_keys(key))
-        values.append(cache.as_values(value))
-        return attention(query, key, value, causal)
-
-    hidden = params["embed"][tokens]
-    for layer in params["layers"]:
-        hidden = block(arch, layer, hidden, positions, attend, adapter={}, adapter_scale=1.0)
-    return Prefilled(tokens, lengths, tuple(keys), tuple(values))
+    inside = positions < lengths[:, None] - 1
+    packed = packed_rows(arch, positions, inside.astype(jnp.int32))
+    stream, caches = residual.start(arch, params["embed"][tokens]), []
+    for number, (layer, weights) in enumerate(zip(arch.layers, params["layers"], strict=True)):
+        functions = kind(layer.mixer)
+        mix = lambda w, x, f=functions, m=layer.mixer: f.forward(m, arch, w, x, packed)  # noqa: E731
+        stream, made, _ = block(arch, layer, Weights(weights, {}, 1.0), stream, number, mix, inside)
+        caches.append(functions.keep(layer.mixer, made))
+    return Prefilled(tokens, lengths, tuple(caches))
 
 
-@partial(jax.jit, donate_argnums=0)
-def admit(slots: Slots, prompts: Prefilled, admission: Admission) -> Slots:
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def admit(arch: Architecture, slots: Slots, prompts: Prefilled, admission: Admission) -> Slots:
     """Start requests, or go on with them under new weights. A row's last token is fed again by the next decode step,
     which samples from it."""
     source = admission.prompt
     new = source >= 0
     last = prompts.lengths[source] - 1
 
-    def fill(old: tuple[Stretches, ...], rows: tuple[Array, ...], axis: int) -> tuple[Stretches, ...]:
-        return tuple(cache.filled(o, r, axis, source) for o, r in zip(old, rows, strict=True))
-
+    filled = (
+        held.filled(made, kind(layer.mixer).axes, source)
+        for layer, held, made in zip(arch.layers, slots.caches, prompts.caches, strict=True)
+    )
     return dataclasses.replace(
         slots,
-        keys=fill(slots.keys, prompts.keys, 3),
-        values=fill(slots.values, prompts.values, 2),
+        caches=tuple(filled),
         token=jnp.where(new, prompts.tokens[source, last], slots.token),
         position=jnp.where(new, last, slots.position),
         active=slots.active | new,
@@ -167,26 +163,22 @@ def resize(slots: Slots, source: Int[Array, " new"]) -> Slots:
 
 def _step(arch: Architecture, config: SamplerConfig, params: Params, slots: Slots) -> tuple[Slots, Draw]:
     """Write one token in every active slot; what is drawn in the others does not matter."""
-    keys, values = list(slots.keys), list(slots.values)
-    hidden = params["embed"][slots.token][:, None]
-    for i, layer in enumerate(params["layers"]):
-
-        def attend(query: Array, key: Array, value: Array, i: int = i) -> Array:
-            mixed, keys[i], values[i] = cache.attend(
-                query[:, 0], key[:, 0], value[:, 0], keys[i], values[i], slots.position
-            )
-            return mixed[:, None]
-
-        hidden = block(arch, layer, hidden, slots.position[:, None], attend, adapter={}, adapter_scale=1.0)
-    hidden = rms_norm(hidden[:, 0], params["final_norm"], arch.rms_norm_eps)
+    stream, caches = residual.start(arch, params["embed"][slots.token][:, None]), []
+    token, valid = token_rows(arch, slots.position), slots.active[:, None]
+    for number, (layer, weights, held) in enumerate(zip(arch.layers, params["layers"], slots.caches, strict=True)):
+        mixer, functions = layer.mixer, kind(layer.mixer)
+        mix = lambda w, x, f=functions, m=mixer, c=held: f.step(m, arch, w, x, c, token)  # noqa: E731
+        stream, new, _ = block(arch, layer, Weights(weights, {}, 1.0), stream, number, mix, valid)
+        caches.append(new)
+    hidden = residual.finish(arch, params, stream)[:, 0]
+    hidden = normalise(arch.norm, hidden, params["final_norm"], arch.rms_norm_eps)
     drawn = draw(logits(params, hidden), slots.temperature, slots.seed, slots.count, config.head_size)
 
     count, position = slots.count + slots.active, slots.position + slots.active
     over = _is_stop(config, drawn.tokens) | (count >= slots.limit) | (position >= config.context)
     return dataclasses.replace(
         slots,
-        keys=tuple(keys),
-        values=tuple(values),
+        caches=tuple(caches),
         token=jnp.where(slots.active, drawn.tokens, slots.token),
         position=position,
         active=slots.active & ~over,
@@ -208,8 +200,6 @@ def decode(
     `until_free`, when one has come to its end and could serve somebody else.
     """
     end = config.ends[stretches - 1]
-    used = lambda layers: tuple(s[:stretches] for s in layers)  # noqa: E731
-    rest = lambda new, old: tuple(n + o[stretches:] for n, o in zip(new, old, strict=True))  # noqa: E731
 
     def more(carry: tuple[Array, Slots, Draw]) -> Array:
         step, now, _ = carry
@@ -222,11 +212,12 @@ def decode(
         now, drawn = _step(arch, config, params, now)
         return step + 1, now, jax.tree.map(lambda all_, new: all_.at[step].set(new), written, drawn)
 
-    start = dataclasses.replace(slots, keys=used(slots.keys), values=used(slots.values))
+    start = dataclasses.replace(slots, caches=tuple(held.first(stretches) for held in slots.caches))
     nothing = no_draw(slots.token.shape[0], config.head_size)
     written = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.steps, *x.shape)), nothing)
     _, done, drawn = jax.lax.while_loop(more, body, (jnp.int32(0), start, written))
-    done = dataclasses.replace(done, keys=rest(done.keys, slots.keys), values=rest(done.values, slots.values))
+    caches = tuple(new.rest_of(old) for new, old in zip(done.caches, slots.caches, strict=True))
+    done = dataclasses.replace(done, caches=caches)
     return done, Dispatch(
         written=done.count - slots.count,
         active=done.active,

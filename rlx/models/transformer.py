@@ -1,26 +1,44 @@
-"""The forward pass of a dense decoder over packed rows: token ids in, hidden states out.
+"""The forward pass of a decoder over packed rows: token ids in, hidden states out.
 
-It returns hidden states, never logits: the head is joined to the objective in `learner/step.py`, where logits [T, V]
-never exist whole. `block` is also what the sampler runs over its cache, so that there is one forward pass to get right.
+A model is a description (`models.description`): groups of layers, each a pattern that is repeated. The pass scans over
+the repeats, the pattern unrolled inside. It returns hidden states, never logits: the head is joined to the objective in
+`learner/step.py`, where logits [T, V] never exist whole. `block` is also what the sampler runs over its cache, so that
+there is one forward pass to get right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
 from jaxtyping import Array, Float, Int, PyTree
 
-from rlx.models.layers import KEPT, linear, packed_causal_mask, rms_norm, rotary_tables, rotate
-from rlx.models.packed_attention import packed_attention
-from rlx.models.spec import LINEAR_NAMES, Architecture, Params, linear_shape
+from rlx.models import mlp, moe, residual
+from rlx.models.description import (
+    Architecture,
+    Attention,
+    Experts,
+    LatentAttention,
+    Layer,
+    Params,
+    Slot,
+    group_slots,
+    slots,
+)
+from rlx.models.kinds import kind, recurrent
+from rlx.models.layers import KEPT
+from rlx.models.moe import Routing
+from rlx.models.residual import Stream
+from rlx.models.rows import Rows, packed_rows
+from rlx.models.spec import layer_specs
+from rlx.models.weights import Weights, normalise
 
-# (query, key, value) of one block -> attention output; the caller decides what the keys are: the row or a cache.
-Attend = Callable[[Array, Array, Array], Array]
-
-ATTENTION_ONLY = ("qwen2", "qwen3")
+# x [rows, t, d] of one layer's mixer -> (y, what the caller wants kept); it decides what is attended to.
+Mix = Callable[[Weights, Array], tuple[Array, Any]]
 
 # What the backward pass recomputes of every block: nothing, all but matrix products and attention, everything.
 Remat = Literal["none", "products", "layer"]
@@ -28,42 +46,35 @@ Remat = Literal["none", "products", "layer"]
 
 def block(
     arch: Architecture,
-    layer: Params,
-    hidden: Float[Array, "rows t d"],
-    positions: Int[Array, "rows t"],
-    attend: Attend,
-    *,
-    adapter: Params,
-    adapter_scale: float,
-    tables: tuple[Array, Array] | None = None,
-) -> Float[Array, "rows t d"]:
-    """One pre-norm block: hidden + attention, then + SwiGLU. `layer` has no leading layer axis.
+    layer: Layer,
+    weights: Weights,
+    stream: Stream,
+    number: Int[Array, ""] | int,
+    mix: Mix,
+    valid: Array,
+    replayed: Array | None = None,
+) -> tuple[Stream, Any, Routing | None]:
+    """One layer: its mixer, then its MLP. `weights` have no leading layer axis; `valid` [rows, t] is false on padding.
 
-    tables: `rotary_tables` of the positions, from callers that run many blocks over the same ones.
+    Returns (stream, what `mix` made, what the router did).
     """
-    rows, length, _ = hidden.shape
 
-    def project(name: str, x: Array) -> Array:
-        return linear(x, layer[name], adapter.get(name), adapter_scale)
+    def normed(name: str, x: Array) -> Array:
+        return normalise(arch.norm, x, weights.params[name], arch.rms_norm_eps)
 
-    def heads(name: str, x: Array, count: int) -> Array:
-        return project(name, x).reshape(rows, length, count, arch.head_dim)
+    def sub_layer(name: str, run: Callable[[Weights, Array], tuple[Array, Any]]) -> tuple[Stream, Any]:
+        x, after = residual.read(arch, weights, stream, number, name)
+        y, made = run(weights.sub(name), normed(f"{name}_norm", x) if layer.norms == "pre" else x)
+        return residual.add(arch, after, y if layer.norms == "pre" else normed(f"{name}_norm", y)), made
 
-    x = rms_norm(hidden, layer["input_layernorm"], arch.rms_norm_eps)
-    query = heads("q_proj", x, arch.num_heads)
-    key = heads("k_proj", x, arch.num_kv_heads)
-    value = heads("v_proj", x, arch.num_kv_heads)
-    if arch.qk_norm:
-        query = rms_norm(query, layer["q_norm"], arch.rms_norm_eps)
-        key = rms_norm(key, layer["k_norm"], arch.rms_norm_eps)
-    if tables is None:
-        tables = rotary_tables(positions, arch.head_dim, arch.rope_theta)
-    query, key = rotate(query, *tables), rotate(key, *tables)
-    mixed = attend(query, key, value).reshape(rows, length, arch.num_heads * arch.head_dim)
-    hidden = hidden + project("o_proj", mixed)
+    def feed(inside: Weights, x: Array) -> tuple[Array, Routing | None]:
+        if isinstance(layer.mlp, Experts):
+            return moe.forward(layer.mlp, arch, inside, x, valid, replayed)
+        return mlp.forward(layer.mlp, inside, x), None
 
-    x = rms_norm(hidden, layer["post_attention_layernorm"], arch.rms_norm_eps)
-    return hidden + project("down_proj", jax.nn.silu(project("gate_proj", x)) * project("up_proj", x))
+    stream, made = sub_layer("mixer", mix)
+    stream, routing = sub_layer("mlp", feed)
+    return stream, made, routing
 
 
 def forward(
@@ -84,7 +95,7 @@ def forward(
     Args:
       tokens: ids in [0, vocab_size); what padding (segment 0) holds does not matter to other segments.
       positions: of each token in its own sequence, its prefix included, from 0.
-      segment_ids: which packed sequence a token belongs to, 0 = padding.
+      segment_ids: which packed sequence a token belongs to, 0 = padding. Recurrent layers start anew where it changes.
       prefix_ids: the segment that holds the beginning of this one's sequence, 0 = none: `packed_causal_mask`.
       adapter: LoRA tree (see `models.lora`), added to the linear layers it names.
       remat: what the backward pass recomputes.
@@ -92,26 +103,98 @@ def forward(
         for the backward pass is much next to its arithmetic, as a loop copies that into arrays over layers and back;
         it compiles for as many times longer as there are layers.
     """
-    allowed = packed_causal_mask(positions, segment_ids, prefix_ids)
-    tables = rotary_tables(positions, arch.head_dim, arch.rope_theta)
+    return forward_routed(
+        arch,
+        params,
+        tokens,
+        positions,
+        segment_ids,
+        prefix_ids,
+        adapter=adapter,
+        adapter_scale=adapter_scale,
+        remat=remat,
+        unrolled=unrolled,
+    )[0]
 
-    def step(hidden: Array, xs: tuple[Params, Params]) -> tuple[Array, None]:
-        layer, low_rank = xs
-        attend = lambda q, k, v: packed_attention(q, k, v, allowed)  # noqa: E731
-        scale = adapter_scale
-        hidden = block(arch, layer, hidden, positions, attend, adapter=low_rank, adapter_scale=scale, tables=tables)
-        return hidden, None
 
-    hidden = params["embed"][tokens]
-    layers = (params["layers"], adapter or {})
-    if unrolled:
+def forward_routed(
+    arch: Architecture,
+    params: Params,
+    tokens: Int[Array, "rows t"],
+    positions: Int[Array, "rows t"],
+    segment_ids: Int[Array, "rows t"],
+    prefix_ids: Int[Array, "rows t"] | None = None,
+    *,
+    routes: Int[Array, "rows t layers k"] | None = None,
+    adapter: Params | None = None,
+    adapter_scale: float = 1.0,
+    remat: Remat = "none",
+    unrolled: bool = False,
+) -> tuple[Float[Array, "rows t d"], Routing | None]:
+    """`forward`, and what the routers did, None where there are none.
+
+    routes: expert choices to replay, of `arch.expert_layers`; negative where the router is to choose.
+    """
+    rows = packed_rows(arch, positions, segment_ids, prefix_ids)
+    stream = residual.start(arch, params["embed"][tokens])
+    routings: list[tuple[tuple[int, ...], Routing]] = []
+    for group in group_slots(arch):
+        step = _group_step(arch, group, rows, adapter_scale, remat, scanned=not unrolled and len(group[0].numbers) > 1)
+        xs = tuple(_slot_inputs(arch, slot, params, adapter or {}, routes) for slot in group)
+        stream, made = _repeat(step, stream, xs, len(group[0].numbers), unrolled)
+        routings += [(slot.numbers, routing) for slot, routing in zip(group, made, strict=True) if routing is not None]
+    hidden = residual.finish(arch, params, stream)
+    return normalise(arch.norm, hidden, params["final_norm"], arch.rms_norm_eps), _in_order(routings)
+
+
+def _slot_inputs(arch: Architecture, slot: Slot, params: Params, adapter: Params, routes: Array | None) -> tuple:
+    """What the scan takes of a slot, a layer at a time: (parameters, adapter, numbers, choices to replay)."""
+    replayed = None
+    if routes is not None and isinstance(slot.layer.mlp, Experts):
+        at = np.array([arch.expert_layers.index(number) for number in slot.numbers])
+        replayed = jnp.moveaxis(routes[:, :, at], 2, 0)
+    numbers = jnp.asarray(slot.numbers, jnp.int32)
+    return params["layers"][slot.name], adapter.get(slot.name, {}), numbers, replayed
+
+
+def _group_step(
+    arch: Architecture, group: Sequence[Slot], rows: Rows, scale: float, remat: Remat, *, scanned: bool
+) -> Callable:
+    """(stream, inputs of the pattern's layers) -> (stream, their routings)."""
+
+    def one(layer: Layer) -> Callable:
+        def run(stream: Stream, xs: tuple) -> tuple[Stream, Routing | None]:
+            params, adapter, number, replayed = xs
+            functions = kind(layer.mixer)
+            mix = lambda inside, x: functions.forward(layer.mixer, arch, inside, x, rows)  # noqa: E731
+            weights = Weights(params, adapter, scale)
+            stream, _, routing = block(arch, layer, weights, stream, number, mix, rows.segment_ids > 0, replayed)
+            return stream, routing
+
         # Outside a loop the compiler would merge what is recomputed with what was computed.
-        once = recomputed(step, remat, prevent_cse=True)
-        for layer in unstacked(layers, arch.num_layers):
-            hidden, _ = once(hidden, layer)
-    else:
-        hidden, _ = jax.lax.scan(recomputed(step, remat, prevent_cse=False), hidden, layers)
-    return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
+        return recomputed(run, remat, prevent_cse=not scanned)
+
+    layers = [one(slot.layer) for slot in group]
+
+    def step(stream: Stream, xs: tuple) -> tuple[Stream, tuple]:
+        routings = []
+        for run, inputs in zip(layers, xs, strict=True):
+            stream, routing = run(stream, inputs)
+            routings.append(routing)
+        return stream, tuple(routings)
+
+    return step
+
+
+def _repeat(step: Callable, stream: Stream, xs: PyTree[Array], repeats: int, unrolled: bool) -> tuple[Stream, Any]:
+    """`step` over the leading axis of `xs`; what it makes is stacked."""
+    if repeats > 1 and not unrolled:
+        return jax.lax.scan(step, stream, xs)
+    made = []
+    for inputs in unstacked(xs, repeats):
+        stream, new = step(stream, inputs)
+        made.append(new)
+    return stream, jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
 
 
 def unstacked(layers: PyTree[Array], count: int) -> list[PyTree[Array]]:
@@ -129,11 +212,33 @@ def recomputed(step: Callable, remat: Remat, *, prevent_cse: bool) -> Callable:
     return jax.checkpoint(step, policy=policy, prevent_cse=prevent_cse)
 
 
+def _in_order(routings: list[tuple[tuple[int, ...], Routing]]) -> Routing | None:
+    """One `Routing` of all layers, in the model's order."""
+    if not routings:
+        return None
+    numbers = np.concatenate([numbers for numbers, _ in routings])
+    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(routing for _, routing in routings))
+    return jax.tree.map(lambda leaf: leaf[np.argsort(numbers)], joined) if len(routings) > 1 else joined
+
+
 def kept_bytes(arch: Architecture, itemsize: int) -> int:
     """Bytes for each token that remat = "products" keeps between the passes, the adapter's few left out."""
-    inside = sum(linear_shape(arch, name)[1] for name in LINEAR_NAMES if name != "down_proj")
-    block = arch.hidden_size + inside + arch.num_heads * arch.head_dim
-    return arch.num_layers * (block * itemsize + arch.num_heads * 4)
+    return sum(_kept_of_layer(arch, layer, itemsize) for layer in arch.layers)
+
+
+def _kept_of_layer(arch: Architecture, layer: Layer, itemsize: int) -> int:
+    """The layer's input, what its products make, what attention makes, and a float32 a head."""
+    widths, heads = [arch.hidden_size], 0
+    for path, spec in traverse_util.flatten_dict(layer_specs(arch, layer)).items():
+        if path[-1] == "kernel" and path[-2] != "down_proj":
+            widths.append(spec.shape[-1])
+        if path[-2:-1] in (("o_proj",), ("out_proj",)):
+            widths.append(spec.shape[0])
+        if path[:2] == ("mlp", "experts") and isinstance(layer.mlp, Experts):
+            widths.append(layer.mlp.top_k * spec.shape[-1])
+    if isinstance(layer.mixer, Attention | LatentAttention):
+        heads = layer.mixer.heads
+    return sum(widths) * itemsize + heads * 4
 
 
 def prefix_sharing_unsupported_reason(arch: Architecture) -> str | None:
@@ -142,9 +247,19 @@ def prefix_sharing_unsupported_reason(arch: Architecture) -> str | None:
     Attention lets a token see the prefix wherever it lies in the row; a layer that carries a state from one token to
     the next would have to begin every segment with the state at the prefix's end.
     """
-    if arch.model_type in ATTENTION_ONLY:
+    kinds = sorted({type(layer.mixer).__name__ for layer in arch.layers if recurrent(layer.mixer)})
+    if not kinds:
         return None
-    return f"layers of model_type {arch.model_type!r} are not known to be attention only ({', '.join(ATTENTION_ONLY)})"
+    return f"its layers of kind {' and '.join(kinds)} carry a state from token to token, which cannot be shared"
+
+
+def layer_trees(arch: Architecture, layers: Params) -> tuple[Params, ...]:
+    """The trees of single layers in the model's order, from those of slots."""
+    trees: dict[int, Params] = {}
+    for slot in slots(arch):
+        for i, number in enumerate(slot.numbers):
+            trees[number] = jax.tree.map(lambda x, i=i: x[i], layers[slot.name])
+    return tuple(trees[number] for number in range(arch.num_layers))
 
 
 def head_matrix(params: Params) -> Float[Array, "vocab d"]:

@@ -28,6 +28,9 @@ from rlx.rollout.pending import Pending, Written
 from rlx.types import StopReason
 
 _NARROWEST = 16  # slots that are worth a program of their own
+# One program each: piece by piece they compile for half a second.
+_unstacked = jax.jit(sampler.unstack_layers, static_argnums=0)
+_init_slots = jax.jit(sampler.init_slots, static_argnums=(0, 1, 2, 3))
 _LOOK_AHEAD = 512  # samples of the queue among which prompts are looked for that fill a prefill
 
 
@@ -70,7 +73,7 @@ class LocalEngine:
         self.widths = _widths(config.slots)
         self.version = version
         self.stats = EngineStats()
-        self._params = sampler.unstack_layers(params)
+        self._params = _unstacked(arch, params)
         self._prompts = PromptCache(arch, ends, config.prefill_rows)
         self._queue: deque[Pending] = deque()
         self._device = asyncio.Lock()  # held while weights or slots change
@@ -79,10 +82,10 @@ class LocalEngine:
 
     def _reset(self) -> None:
         self._owner: list[Pending | None] = [None] * self.widths[0]
-        self._slots = sampler.init_slots(self.arch, self.config, self.widths[0], self._params["embed"].dtype)
+        self._slots = _init_slots(self.arch, self.config, self.widths[0], self._params["embed"].dtype)
 
     async def generate(self, request: Request) -> list[Completion]:
-        """See `rlx.rollout.engine.Engine`. What a cancelled request wrote is lost; its slots are free at once."""
+        """See `rlx.rollout.engine.Engine`. A cancelled request frees its slots and says what it had written."""
         check_request(request, self.arch.vocab_size, self.config.context)
         loop = asyncio.get_running_loop()
         samples = [Pending(request, i, loop.create_future()) for i in range(len(request.seeds))]
@@ -91,16 +94,21 @@ class LocalEngine:
             self._runner = loop.create_task(self._run())
         try:
             return await asyncio.gather(*(s.future for s in samples))
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as cancelled:
+            async with self._device:  # the dispatch under way still writes
+                self._release_cancelled()
+            if not any(s.count for s in samples):
+                raise
+            said = f"request {request.id} was cancelled"
+            raise EngineError(said, reason="cancelled", partial=self._partial(samples)) from cancelled
         except Exception as error:
-            partial = tuple(self._completion(s, StopReason.ABORT) if s.count else None for s in samples)
-            raise EngineError(f"the engine failed: {error!r}", reason="exception", partial=partial) from error
+            said = f"the engine failed: {error!r}"
+            raise EngineError(said, reason="exception", partial=self._partial(samples)) from error
 
     async def load(self, weights: Params, version: int, /) -> None:
         """Serve `weights` as `version` from the next token on."""
         async with self._device:
-            self._params = sampler.unstack_layers(weights)
+            self._params = _unstacked(self.arch, weights)
             self.version = version
             self._prompts.clear()
             self._release_cancelled()
@@ -173,7 +181,7 @@ class LocalEngine:
             by_batch.setdefault(number, []).append((slot, row, sample))
         for number, entries in by_batch.items():
             batch = self._prompts.batch(number)
-            self._slots = sampler.admit(self._slots, batch, self._admission(entries))
+            self._slots = sampler.admit(self.arch, self._slots, batch, self._admission(entries))
         self._prompts.forget({p.key for p in waiting})
 
     def _admission(self, entries: Sequence[tuple[int, int, Pending]]) -> sampler.Admission:
@@ -210,6 +218,9 @@ class LocalEngine:
                     self.stats.aborted_tokens += sample.count
                 else:
                     sample.future.set_result(self._completion(sample, reason))
+
+    def _partial(self, samples: Sequence[Pending]) -> tuple[Completion | None, ...]:
+        return tuple(self._completion(s, StopReason.ABORT) if s.count else None for s in samples)
 
     def _completion(self, sample: Pending, reason: StopReason) -> Completion:
         return sample.completion(reason, with_head=self.config.head_size > 0)

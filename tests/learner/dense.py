@@ -61,32 +61,35 @@ def log_softmax(arch: Architecture, params, tokens, temperature):
     count, length = tokens.shape
     x = params["embed"][tokens]
     seen = jnp.tril(jnp.ones((length, length), bool))
+    attention = arch.layers[0].mixer
     for i in range(arch.num_layers):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-        y = norm(x, layer["input_layernorm"], arch.rms_norm_eps)
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]["0"])
+        mixer, mlp = layer["mixer"], layer["mlp"]
+        y = norm(x, layer["mixer_norm"], arch.rms_norm_eps)
         q, k, v = (
-            (y @ layer[name]["kernel"]).reshape(count, length, -1, arch.head_dim)
+            (y @ mixer[name]["kernel"]).reshape(count, length, -1, attention.head_dim)
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        q = turned(norm(q, layer["q_norm"], arch.rms_norm_eps), arch.rope_theta)
-        k = turned(norm(k, layer["k_norm"], arch.rms_norm_eps), arch.rope_theta)
-        k, v = (jnp.repeat(z, arch.num_heads // arch.num_kv_heads, axis=2) for z in (k, v))
-        scores = jnp.einsum("bqhd,bshd->bhqs", q, k) / np.sqrt(arch.head_dim)
+        q = turned(norm(q, mixer["q_norm"], arch.rms_norm_eps), attention.rope.theta)
+        k = turned(norm(k, mixer["k_norm"], arch.rms_norm_eps), attention.rope.theta)
+        k, v = (jnp.repeat(z, attention.heads // attention.kv_heads, axis=2) for z in (k, v))
+        scores = jnp.einsum("bqhd,bshd->bhqs", q, k) / np.sqrt(attention.head_dim)
         mixed = jnp.einsum("bhqs,bshd->bqhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
-        x = x + mixed.reshape(count, length, -1) @ layer["o_proj"]["kernel"]
-        y = norm(x, layer["post_attention_layernorm"], arch.rms_norm_eps)
-        gate, up = y @ layer["gate_proj"]["kernel"], y @ layer["up_proj"]["kernel"]
-        x = x + (gate * jax.nn.sigmoid(gate) * up) @ layer["down_proj"]["kernel"]
+        x = x + mixed.reshape(count, length, -1) @ mixer["o_proj"]["kernel"]
+        y = norm(x, layer["mlp_norm"], arch.rms_norm_eps)
+        gate, up = y @ mlp["gate_proj"]["kernel"], y @ mlp["up_proj"]["kernel"]
+        x = x + (gate * jax.nn.sigmoid(gate) * up) @ mlp["down_proj"]["kernel"]
     logits = norm(x, params["final_norm"], arch.rms_norm_eps) @ params["embed"].T / temperature
     return jnp.roll(jax.nn.log_softmax(logits), 1, axis=1)
 
 
 def with_adapter(params, adapter, scale):
     """W + scale · A B."""
-    layers = dict(params["layers"])
-    for name, low_rank in adapter.items():
-        layers[name] = {"kernel": layers[name]["kernel"] + scale * low_rank["a"] @ low_rank["b"]}
-    return {**params, "layers": layers}
+    layer = {part: dict(tree) if isinstance(tree, dict) else tree for part, tree in params["layers"]["0"].items()}
+    for part, tree in adapter["0"].items():
+        for name, low_rank in tree.items():
+            layer[part][name] = {"kernel": layer[part][name]["kernel"] + scale * low_rank["a"] @ low_rank["b"]}
+    return {**params, "layers": {"0": layer}}
 
 
 def token_losses(logp, rows: Rows, cap: float, entropy_coefficient: float):

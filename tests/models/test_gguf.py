@@ -88,12 +88,12 @@ def converted(source, tmp_path_factory):
 
 def test_converted_directory_loads_as_qwen2_with_zero_biases(converted, source):
     arch = read_architecture(converted)
-    assert (arch.model_type, arch.tied, arch.rope_theta, arch.rms_norm_eps) == ("qwen2", True, 1e5, 1e-5)
+    assert (arch.model_type, arch.tied, arch.ropes[0].theta, arch.rms_norm_eps) == ("qwen2", True, 1e5, 1e-5)
     theirs = AutoConfig.from_pretrained(converted)
     assert (theirs.model_type, theirs.rope_parameters["rope_theta"]) == ("qwen2", 1e5)
     params = load_params(converted, arch)
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert not params["layers"][name]["bias"].any()
+        assert not params["layers"]["0"]["mixer"][name]["bias"].any()
     embedding = source[1]["token_embd.weight"]
     np.testing.assert_array_equal(params["embed"], embedding.astype(jnp.bfloat16).astype(np.float32))
 

@@ -1,6 +1,5 @@
 """Hugging Face checkpoints: config.json of both styles, names, loading, saving, and what is refused."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,31 +15,30 @@ from transformers import AutoConfig
 
 from rlx.models.hf import hf_tensors, load_params, read_architecture, save_params, to_hf
 from rlx.models.hf_config import architecture_config, parse_architecture
-from rlx.models.spec import Architecture, param_specs
+from rlx.models.presets import dense
+from rlx.models.spec import param_specs
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ["qwen2", "qwen3", "qwen3_tied"]
 
-QWEN3 = Architecture(
-    model_type="qwen3",
-    vocab_size=384,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    qkv_bias=False,
-    qk_norm=True,
-    tied=False,
-    max_positions=4096,
-)
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tied": False,
+    "max_positions": 4096,
+}
+QWEN3 = dense("qwen3", **SIZES)
 ARCHITECTURES = {
-    "qwen2": dataclasses.replace(QWEN3, model_type="qwen2", head_dim=16, qkv_bias=True, qk_norm=False),
+    "qwen2": dense("qwen2", **SIZES | {"head_dim": 16}),
     "qwen3": QWEN3,
-    "qwen3_tied": dataclasses.replace(QWEN3, tied=True),
+    "qwen3_tied": dense("qwen3", **SIZES | {"tied": True}),
 }
 
 
@@ -74,14 +72,15 @@ def test_both_styles_of_config(name, file):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_written_config_is_read_by_transformers_and_by_us(name, tmp_path):
-    arch = dataclasses.replace(ARCHITECTURES[name], rope_theta=12345.0)
+    sizes = SIZES | {"rope_theta": 12345.0, "tied": ARCHITECTURES[name].tied}
+    arch = dense(ARCHITECTURES[name].model_type, **sizes)
     (tmp_path / "config.json").write_text(json.dumps(architecture_config(arch, "bfloat16")))
     assert read_architecture(tmp_path) == arch
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert theirs.model_type == arch.model_type
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 12345.0}
-    assert theirs.head_dim == arch.head_dim
-    assert theirs.num_key_value_heads == arch.num_kv_heads
+    assert theirs.head_dim == arch.layers[0].mixer.head_dim
+    assert theirs.num_key_value_heads == arch.layers[0].mixer.kv_heads
     assert theirs.tie_word_embeddings == arch.tied
     assert set(theirs.layer_types) == {"full_attention"}
 
@@ -89,19 +88,19 @@ def test_written_config_is_read_by_transformers_and_by_us(name, tmp_path):
 @pytest.mark.parametrize(
     "name, change, said",
     [
-        ("qwen3", {"model_type": "qwen3_moe"}, "nearest is 'qwen3'"),
+        ("qwen3", {"model_type": "qwen3_mo"}, "nearest is 'qwen3_moe'"),
         ("qwen3", {"model_type": None}, "model_type None is not supported"),
         ("qwen3", {"hidden_act": "gelu"}, "only silu"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "only full_attention"),
         ("qwen3", {"attention_bias": True}, "attention_bias True"),
         ("qwen2", {"attention_bias": False}, "write zeros"),
-        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "'yarn'"),
+        ("qwen3", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e6}}, "'longrope'"),
         ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type 'linear'"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differs between kinds of layers"),
         ("qwen3", {"rope_theta": 5e6}, r"contradictory values of rope_theta: \[1000000.0, 5000000.0\]"),
         ("qwen3", {"rope_parameters": None}, "rope_theta is not given"),
-        ("qwen3", {"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
+        ("qwen3", {"partial_rotary_factor": 0.1}, "head_dim 32 is odd, or becomes 3"),
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "only Qwen3ForCausalLM"),
         ("qwen3", {"head_dim": None}, "head_dim is not given"),
@@ -161,9 +160,9 @@ def test_loaded_tree_has_the_specified_shapes(name):
 def test_kernels_are_transposed_and_stacked():
     params = load_params(FIXTURES / "qwen3", QWEN3)
     stored = load_file(FIXTURES / "qwen3" / "model.safetensors")
-    layers = params["layers"]
-    np.testing.assert_array_equal(layers["o_proj"]["kernel"][1], stored["model.layers.1.self_attn.o_proj.weight"].T)
-    np.testing.assert_array_equal(layers["k_norm"][0], stored["model.layers.0.self_attn.k_norm.weight"])
+    mixer = params["layers"]["0"]["mixer"]
+    np.testing.assert_array_equal(mixer["o_proj"]["kernel"][1], stored["model.layers.1.self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(mixer["k_norm"][0], stored["model.layers.0.self_attn.k_norm.weight"])
     np.testing.assert_array_equal(params["head"], stored["lm_head.weight"])
 
 

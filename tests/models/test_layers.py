@@ -5,9 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.models.layers import attention, linear, packed_causal_mask, rms_norm, rope
+from rlx.models import rope
+from rlx.models.description import Rope
+from rlx.models.layers import packed_causal_mask, rms_norm
+from rlx.models.packed_attention import packed_attention
+from rlx.models.weights import Weights, project
 
 RNG = np.random.default_rng(0)
+
+
+def turned(x, positions, **kind):
+    kind = Rope(**{"theta": 1e4, "dim": x.shape[-1]} | kind)
+    return rope.apply(kind, x, rope.tables(kind, positions))
+
+
+def linear(x, layer, adapter=None, scale=1.0):
+    return project(Weights({"name": layer}, {} if adapter is None else {"name": adapter}, scale), "name", x)
 
 
 def normal(*shape):
@@ -41,20 +54,25 @@ def test_rope_turns_half_split_pairs():
     x, positions, theta = normal(2, 5, 3, 8), RNG.integers(0, 500, (2, 5)), 1e4
     numbers = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[..., None, None] * theta ** (-np.arange(4) / 4))
     wanted = np.concatenate([numbers.real, numbers.imag], -1)
-    got = jax.jit(rope, static_argnums=2)(jnp.asarray(x), jnp.asarray(positions, jnp.int32), theta)
+    got = jax.jit(turned)(jnp.asarray(x), jnp.asarray(positions, jnp.int32))
     np.testing.assert_allclose(got, wanted, atol=2e-4)  # 500 radians in float32
+    part = turned(jnp.asarray(np.concatenate([x, x], -1)), jnp.asarray(positions, jnp.int32), dim=8)
+    np.testing.assert_allclose(part, np.concatenate([wanted, x], -1), atol=2e-4)
+    side_by_side = np.stack([x[..., :4], x[..., 4:]], -1).reshape(x.shape)
+    pairs = turned(jnp.asarray(side_by_side), jnp.asarray(positions, jnp.int32), interleaved=True)
+    np.testing.assert_allclose(pairs, wanted, atol=2e-4)
 
 
 def test_rope_makes_products_depend_on_distance_alone():
     query, key = jnp.asarray(normal(1, 1, 1, 8)), jnp.asarray(normal(1, 1, 1, 8))
 
     def product(i, j):
-        turned = [rope(x, jnp.array([[at]], jnp.int32), 1e4) for x, at in ((query, i), (key, j))]
+        turned = [turned(x, jnp.array([[at]], jnp.int32)) for x, at in ((query, i), (key, j))]
         return float((turned[0] * turned[1]).sum())
 
     assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
     assert abs(product(7, 3) - product(7, 4)) > 1e-3
-    np.testing.assert_array_equal(rope(query, jnp.zeros((1, 1), jnp.int32), 1e4), query)
+    np.testing.assert_array_equal(turned(query, jnp.zeros((1, 1), jnp.int32)), query)
 
 
 # -------------------------------------------------------------------------------------------------------------- linear
@@ -82,7 +100,7 @@ def test_wide_adapter_keeps_the_dtype_of_the_weights():
 def dense_attention(query, key, value, allowed):
     """One head at a time, in float64."""
     rows, _, heads, dim = query.shape
-    out = np.zeros(query.shape)
+    out = np.zeros((*query.shape[:3], value.shape[-1]))
     per_key = heads // key.shape[2]
     for r in range(rows):
         for h in range(heads):
@@ -97,10 +115,10 @@ def dense_attention(query, key, value, allowed):
 
 def test_attention_of_grouped_queries():
     """Query heads 0 and 1 share key head 0; a query that may see nothing gets zeros."""
-    query, key, value = normal(2, 5, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8)
-    allowed = RNG.random((2, 5, 7)) < 0.5
+    query, key, value = normal(2, 7, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 6)
+    allowed = RNG.random((2, 7, 7)) < 0.5
     allowed[0, 3] = False
-    got = jax.jit(attention)(*(jnp.asarray(x) for x in (query, key, value, allowed)))
+    got = jax.jit(packed_attention)(*(jnp.asarray(x) for x in (query, key, value, allowed)))
     np.testing.assert_allclose(got, dense_attention(query, key, value, allowed), atol=1e-5)
     np.testing.assert_array_equal(got[0, 3], 0)
 
@@ -108,7 +126,7 @@ def test_attention_of_grouped_queries():
 def test_gradients_of_a_query_that_sees_nothing_are_zero():
     query, key, value = (jnp.asarray(normal(1, 3, 2, 4)) for _ in range(3))
     allowed = jnp.tril(jnp.ones((1, 3, 3), bool)).at[0, 1].set(False)
-    total = lambda q, k, v: (attention(q, k, v, allowed) * jnp.arange(1.0, 5.0)).sum()  # noqa: E731
+    total = lambda q, k, v: (packed_attention(q, k, v, allowed) * jnp.arange(1.0, 5.0)).sum()  # noqa: E731
     d_query, d_key, d_value = jax.jit(jax.grad(total, (0, 1, 2)))(query, key, value)
     np.testing.assert_array_equal(d_query[0, 1], 0)
     assert all(bool(jnp.isfinite(d).all()) for d in (d_query, d_key, d_value))

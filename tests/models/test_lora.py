@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.config.schema import LoraConfig
-from rlx.models.lora import adapter_scale, init_adapter, merge
-from rlx.models.spec import LINEAR_NAMES, linear_shape
+from rlx.config.schema import LINEAR_LAYERS, LoraConfig
+from rlx.models.lora import adapter_scale, init_adapter, linears, merge
 from rlx.models.transformer import forward
 from tests import tiny_model
 from tests.tiny_model import ARCH
 
+LINEAR_NAMES = LINEAR_LAYERS[:7]
 CONFIG = LoraConfig(rank=4, alpha=6.0, targets=LINEAR_NAMES)
 SCALE = adapter_scale(CONFIG)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, ARCH.vocab_size, (2, 9)), jnp.int32)
@@ -33,6 +33,11 @@ def random_adapter(config=CONFIG):
     return jax.tree.map(lambda leaf: jnp.asarray(0.2 * rng.normal(size=leaf.shape), jnp.float32), shapes)
 
 
+def named(adapter):
+    """By the names of the linear layers alone."""
+    return {name: low_rank for part in adapter["0"].values() for name, low_rank in part.items()}
+
+
 def test_a_fresh_adapter_is_the_base_model():
     params, adapter = tiny_model.params(), init_adapter(ARCH, CONFIG, jax.random.key(0))
     np.testing.assert_array_equal(hidden(params, adapter, SCALE), hidden(params))
@@ -40,9 +45,11 @@ def test_a_fresh_adapter_is_the_base_model():
 
 def test_shapes_and_initial_range():
     adapter = init_adapter(ARCH, CONFIG, jax.random.key(0))
+    adapter = named(adapter)
     assert set(adapter) == set(LINEAR_NAMES)
+    shapes = {linear.path[-1]: linear.spec.shape for linear in linears(ARCH)}
     for name, low_rank in adapter.items():
-        inputs, outputs = linear_shape(ARCH, name)
+        inputs, outputs = shapes[name]
         assert low_rank["a"].shape == (2, inputs, 4)
         assert low_rank["b"].shape == (2, 4, outputs)
         np.testing.assert_array_equal(low_rank["b"], 0)
@@ -53,7 +60,7 @@ def test_shapes_and_initial_range():
 
 def test_a_further_target_changes_no_other():
     few = LoraConfig(rank=4, alpha=6.0, targets=("v_proj", "q_proj"))
-    some, all_of_them = (init_adapter(ARCH, c, jax.random.key(0)) for c in (few, CONFIG))
+    some, all_of_them = (named(init_adapter(ARCH, c, jax.random.key(0))) for c in (few, CONFIG))
     for name in few.targets:
         np.testing.assert_array_equal(some[name]["a"], all_of_them[name]["a"])
 
@@ -73,7 +80,7 @@ def test_merging_touches_the_targets_kernels_alone():
     flat = jax.tree_util.tree_leaves_with_path(merged)
     shared = {jax.tree_util.keystr(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
     changed = {jax.tree_util.keystr(p) for p, leaf in flat if leaf is not shared[jax.tree_util.keystr(p)]}
-    assert changed == {"['layers']['v_proj']['kernel']", "['layers']['up_proj']['kernel']"}
+    assert changed == {"['layers']['0']['mixer']['v_proj']['kernel']", "['layers']['0']['mlp']['up_proj']['kernel']"}
     jax.tree.map(np.testing.assert_array_equal, params, before)
 
 
@@ -81,7 +88,9 @@ def test_merging_adds_in_float32_and_keeps_the_dtype():
     """256 + 1.5 + ... in bfloat16: the sum is rounded once."""
     kernel = jnp.full((2, 32, 32), 256, jnp.bfloat16)
     low_rank = {"a": jnp.ones((2, 32, 2)), "b": jnp.ones((2, 2, 32))}
-    (merged,) = jax.tree.leaves(merge({"layers": {"q_proj": {"kernel": kernel}}}, {"q_proj": low_rank}, 0.75))
+    (merged,) = jax.tree.leaves(
+        merge({"layers": {"0": {"q_proj": {"kernel": kernel}}}}, {"0": {"q_proj": low_rank}}, 0.75)
+    )
     assert merged.dtype == jnp.bfloat16
     np.testing.assert_array_equal(merged, jnp.asarray(257.5, jnp.bfloat16))
     assert float(merged[0, 0, 0]) == 258

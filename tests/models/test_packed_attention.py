@@ -4,13 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx.models.layers import attention, packed_causal_mask
+from rlx.models.layers import packed_causal_mask
 from rlx.models.packed_attention import packed_attention
 
 # A prompt of 3 tokens with two responses, a sequence of its own, two tokens of padding.
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 3, 4, 4, 4, 0, 0]])
 PREFIXES = jnp.array([[0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]])
 POSITIONS = jnp.array([[0, 1, 2, 3, 4, 3, 0, 1, 2, 0, 1]])
+
+
+def attention(query, key, value, allowed):
+    """Softmax over all scores; a query that may see nothing gets zeros."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("rqhd,rshd->rhqs", query, key) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(allowed[:, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.einsum("rhqs,rshd->rqhd", jnp.where(allowed[:, None], weights, 0), value)
 
 
 def test_value_and_gradient_are_those_of_the_plain_attention():

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlx.config.schema import LoraConfig
+from rlx.config.schema import LINEAR_LAYERS, LoraConfig
 from rlx.models import lora
 from rlx.models.peft import load_adapter, save_adapter
-from rlx.models.spec import LINEAR_NAMES, Architecture, linear_shape
+from rlx.models.presets import dense
 
-ARCH = Architecture(
-    model_type="qwen2",
+ARCH = dense(
+    "qwen2",
     vocab_size=32,
     hidden_size=12,
     intermediate_size=20,
@@ -26,11 +26,10 @@ ARCH = Architecture(
     head_dim=6,
     rope_theta=1e4,
     rms_norm_eps=1e-6,
-    qkv_bias=True,
-    qk_norm=False,
     tied=True,
     max_positions=64,
 )
+LINEAR_NAMES = LINEAR_LAYERS[:7]
 CONFIG = LoraConfig(rank=4, alpha=8.0, targets=LINEAR_NAMES)
 
 
@@ -84,10 +83,10 @@ def test_pefts_formula_gives_our_merged_kernel(saved):
     tensors = load_file(saved / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"
     delta = 8 / 4 * tensors[name.format("B")] @ tensors[name.format("A")]
-    inputs, outputs = linear_shape(ARCH, "down_proj")
-    zeros = {"layers": {"down_proj": {"kernel": jnp.zeros((3, inputs, outputs))}}}
-    merged = lora.merge(zeros, {"down_proj": random_adapter()["down_proj"]}, lora.adapter_scale(CONFIG))
-    np.testing.assert_allclose(merged["layers"]["down_proj"]["kernel"][1].T, delta, rtol=1e-5, atol=1e-5)
+    zeros = {"layers": {"0": {"mlp": {"down_proj": {"kernel": jnp.zeros((3, 20, 12))}}}}}
+    adapter = {"0": {"mlp": {"down_proj": random_adapter()["0"]["mlp"]["down_proj"]}}}
+    (merged,) = jax.tree.leaves(lora.merge(zeros, adapter, lora.adapter_scale(CONFIG)))
+    np.testing.assert_allclose(merged[1].T, delta, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("targets", [LINEAR_NAMES, ("v_proj",)])
@@ -140,7 +139,7 @@ def test_missing_tensor_is_named(saved):
 
 
 def test_adapter_must_fit_its_settings(tmp_path):
-    with pytest.raises(ValueError, match="its settings name"):
+    with pytest.raises(ValueError, match="other layers than its settings name"):
         save_adapter(tmp_path / "a", ARCH, random_adapter(), dataclasses.replace(CONFIG, targets=("q_proj",)), "base")
     with pytest.raises(ValueError, match="have shapes"):
         save_adapter(tmp_path / "a", ARCH, random_adapter(), dataclasses.replace(CONFIG, rank=2), "base")

@@ -19,12 +19,20 @@ ALL = len(CONFIG.ends)
 
 @pytest.fixture(scope="module")
 def params():
-    return sampler.unstack_layers(tiny_model.params())
+    return sampler.unstack_layers(ARCH, tiny_model.params())
 
 
 @pytest.fixture(scope="module")
 def prompts(params):
     return sampler.prefill(ARCH, params, jnp.asarray(PROMPTS, jnp.int32), jnp.asarray(LENGTHS, jnp.int32))
+
+
+def keys(held):
+    return [cache.growing[0] for cache in held.caches]
+
+
+def values(held):
+    return [cache.growing[1] for cache in held.caches]
 
 
 def admission(*entries):
@@ -42,7 +50,7 @@ def admission(*entries):
 
 
 def admitted(prompts, *entries):
-    return sampler.admit(sampler.init_slots(ARCH, CONFIG, SLOTS, jnp.float32), prompts, admission(*entries))
+    return sampler.admit(ARCH, sampler.init_slots(ARCH, CONFIG, SLOTS, jnp.float32), prompts, admission(*entries))
 
 
 def decode(params, slots, stretches=ALL, until_free=False):
@@ -52,9 +60,11 @@ def decode(params, slots, stretches=ALL, until_free=False):
 
 def test_layers_are_unstacked_in_order():
     stacked = tiny_model.params()
-    layers = sampler.unstack_layers(stacked)["layers"]
+    layers = sampler.unstack_layers(ARCH, stacked)["layers"]
     assert len(layers) == ARCH.num_layers
-    np.testing.assert_array_equal(layers[1]["q_proj"]["kernel"], stacked["layers"]["q_proj"]["kernel"][1])
+    np.testing.assert_array_equal(
+        layers[1]["mixer"]["q_proj"]["kernel"], stacked["layers"]["0"]["mixer"]["q_proj"]["kernel"][1]
+    )
 
 
 def test_padding_of_a_prompt_is_not_seen_by_it(params, prompts):
@@ -64,8 +74,8 @@ def test_padding_of_a_prompt_is_not_seen_by_it(params, prompts):
     other = sampler.prefill(ARCH, params, jnp.asarray(padded, jnp.int32), prompts.lengths)
     for layer in range(ARCH.num_layers):
         for x, y in (
-            (prompts.keys[layer][1], other.keys[layer][1]),
-            (prompts.values[layer][1].mT, other.values[layer][1].mT),
+            (keys(prompts)[layer][1], keys(other)[layer][1]),
+            (values(prompts)[layer][1].mT, values(other)[layer][1].mT),
         ):
             np.testing.assert_array_equal(x[..., : LENGTHS[1]], y[..., : LENGTHS[1]])
             assert not np.array_equal(x, y)
@@ -79,7 +89,7 @@ def test_prompts_reach_their_slots_and_no_other(prompts):
     np.testing.assert_array_equal(slots.limit, [6, 0, 0, 4])
     np.testing.assert_array_equal(slots.seed, [7, 0, 0, 10])
     for layer in range(ARCH.num_layers):
-        for held, rows in ((slots.keys, prompts.keys), (slots.values, prompts.values)):
+        for held, rows in ((keys(slots), keys(prompts)), (values(slots), values(prompts))):
             np.testing.assert_array_equal(held[layer][0][3], rows[layer][1])
             np.testing.assert_array_equal(held[layer][0][0], rows[layer][0])
             np.testing.assert_array_equal(held[layer][0][1:3], 0)
@@ -88,11 +98,11 @@ def test_prompts_reach_their_slots_and_no_other(prompts):
 
 def test_a_slot_that_is_not_admitted_goes_on_with_what_it_has(params, prompts):
     slots, _ = decode(params, admitted(prompts, (0, 0, 6), (1, 1, 6)))
-    again = sampler.admit(jax.tree.map(jnp.asarray, slots), prompts, admission((1, 0, 6)))
+    again = sampler.admit(ARCH, jax.tree.map(jnp.asarray, slots), prompts, admission((1, 0, 6)))
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(slots), strict=True):
         np.testing.assert_array_equal(x[0], y[0])
     np.testing.assert_array_equal(again.count[:2], [5, 0])
-    np.testing.assert_array_equal(again.keys[1][0][1], prompts.keys[1][0])
+    np.testing.assert_array_equal(keys(again)[1][0][1], keys(prompts)[1][0])
 
 
 def test_decoding_writes_up_to_each_limit_and_leaves_idle_slots(params, prompts):

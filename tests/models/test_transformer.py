@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlx.models.description import DeltaNet, Group, Layer
 from rlx.models.hf import load_params, read_architecture
 from rlx.models.transformer import forward, head_matrix, logits, prefix_sharing_unsupported_reason
 from tests import tiny_model
@@ -139,4 +140,6 @@ def test_the_head_is_the_embedding_where_the_two_are_tied():
 
 def test_only_models_known_to_be_attention_share_prefixes():
     assert prefix_sharing_unsupported_reason(ARCH) is None
-    assert "kimi_linear" in prefix_sharing_unsupported_reason(dataclasses.replace(ARCH, model_type="kimi_linear"))
+    layer = Layer(DeltaNet(2, 2, 8, 8, 4, "fused", negative_eigenvalues=False, eps=1e-6), ARCH.layers[0].mlp)
+    hybrid = dataclasses.replace(ARCH, groups=(*ARCH.groups, Group((layer,), 1)))
+    assert "DeltaNet carry a state" in prefix_sharing_unsupported_reason(hybrid)

@@ -1,0 +1,161 @@
+"""Mixtures of experts: dropless, experts as grouped products over tokens sorted by expert (arXiv 2211.15841)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+from rlx_kernels.grouped_matmul import grouped_matmul
+
+from rlx.models import mlp
+from rlx.models.description import Architecture, Experts, Mlp, Params, ParamSpec, Router
+from rlx.models.layers import KEPT, rms_norm, wide
+from rlx.models.weights import Weights, linear_spec, project
+
+
+@struct.dataclass
+class Routing:
+    """What the routers of a model did with the tokens of some rows, padding left out; a leading axis for its layers."""
+
+    choices: Array  # int32 [layers, rows, t, k]
+    load: Array  # float32 [layers, experts], tokens that chose each
+    balance: Array  # float32 [layers], the balancing loss: 1 where experts are used alike
+    z: Array  # float32 [layers], the router's z loss
+
+
+def specs(experts: Experts, arch: Architecture) -> Params:
+    hidden, inner = arch.hidden_size, experts.latent or arch.hidden_size
+    count, width, axis = experts.count, experts.width, "latent_mlp" if experts.latent else "embed"
+    parts = (("gate_proj", width), ("up_proj", width))
+    tree: Params = {
+        "router": linear_spec(hidden, count, ("embed", "experts")),
+        "experts": {
+            "gate_up_proj": ParamSpec((count, inner, 2 * width), ("expert", axis, "expert_gate_up"), "normal", parts),
+            "down_proj": ParamSpec((count, width, inner), ("expert", "expert_mlp", axis), "normal"),
+        },
+    }
+    if experts.router.bias:
+        tree["router_bias"] = ParamSpec((count,), ("experts",), "zeros")
+    if experts.shared_width:
+        tree["shared"] = mlp.gated_specs(hidden, experts.shared_width, "shared_mlp")
+    if experts.shared_gated:
+        tree["shared_gate"] = linear_spec(hidden, 1, ("embed", "one"))
+    if experts.latent:
+        tree["routed_expert_down_proj"] = linear_spec(hidden, inner, ("embed", axis))
+        tree["routed_expert_up_proj"] = linear_spec(inner, hidden, (axis, "embed"))
+    if experts.latent_norm:
+        tree["routed_expert_norm"] = ParamSpec((inner,), (axis,), "ones")
+    return tree
+
+
+def forward(
+    experts: Experts,
+    arch: Architecture,
+    weights: Weights,
+    x: Float[Array, "rows t d"],
+    valid: Bool[Array, "rows t"],
+    replayed: Int[Array, "rows t k"] | None = None,
+) -> tuple[Float[Array, "rows t d"], Routing]:
+    """Routed experts, and the shared one where there is one. Tokens that are not `valid` come to no expert.
+
+    replayed: expert choices to use in place of the router's own, where they are not negative; their weights are the
+      router's all the same, so that its gradient is that of the choices which were made.
+    """
+    flat, seen = x.reshape(-1, x.shape[-1]), valid.reshape(-1)
+    logits = wide(flat) @ wide(weights.params["router"]["kernel"])
+    bias = weights.params["router_bias"] if experts.router.bias else None
+    scores = route_scores(experts.router, logits)
+    choices = choose(experts, scores, bias)
+    if replayed is not None:
+        given = replayed.reshape(choices.shape)
+        choices = jnp.where(given >= 0, given, choices)
+    gains = route_weights(experts.router, scores, choices)
+    y = _routed(experts, arch, weights, flat, choices, gains, seen)
+    if experts.shared_width:
+        shared = mlp.forward(Mlp(experts.shared_width, experts.situ), weights.sub("shared"), flat)
+        y = y + (shared * jax.nn.sigmoid(project(weights, "shared_gate", flat)) if experts.shared_gated else shared)
+    routing = Routing(choices.reshape(*x.shape[:2], -1), *_statistics(experts, logits, scores, choices, seen))
+    return y.reshape(x.shape), routing
+
+
+def route_scores(router: Router, logits: Float[Array, "t experts"]) -> Float[Array, "t experts"]:
+    return jax.nn.softmax(logits, axis=-1) if router.scoring == "softmax" else jax.nn.sigmoid(logits)
+
+
+def choose(
+    experts: Experts, scores: Float[Array, "t experts"], bias: Float[Array, " experts"] | None
+) -> Int[Array, "t k"]:
+    """The top k experts by score and bias; with groups, of the groups whose two best add up to most (DeepSeek-V3,
+    arXiv 2412.19437, section 2.1.2)."""
+    ranked = jax.lax.stop_gradient(scores if bias is None else scores + wide(bias))
+    router = experts.router
+    if router.groups > 1:
+        by_group = ranked.reshape(len(ranked), router.groups, -1)
+        best = jax.lax.top_k(by_group, 2)[0].sum(axis=-1)
+        kept = jax.nn.one_hot(jax.lax.top_k(best, router.top_groups)[1], router.groups, dtype=bool).any(axis=1)
+        ranked = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
+    return jax.lax.top_k(ranked, experts.top_k)[1].astype(jnp.int32)
+
+
+def route_weights(router: Router, scores: Float[Array, "t experts"], choices: Int[Array, "t k"]) -> Float[Array, "t k"]:
+    gains = jnp.take_along_axis(scores, choices, axis=1)
+    if router.normalise:
+        gains = gains / (gains.sum(axis=-1, keepdims=True) + (1e-20 if router.scoring == "sigmoid" else 0.0))
+    return gains * router.scale
+
+
+def _statistics(
+    experts: Experts, logits: Array, scores: Array, choices: Array, seen: Array
+) -> tuple[Array, Array, Array]:
+    """(load, balancing loss, z loss): N Σ_e f_e P_e of Switch Transformers (arXiv 2101.03961, eq. 4-6) with f the share
+    of choices and P the mean normalised score; the mean squared logsumexp of ST-MoE (arXiv 2202.08906, eq. 5)."""
+    load = jnp.zeros(experts.count).at[choices].add(seen[:, None].astype(jnp.float32))
+    tokens = jnp.maximum(seen.sum(), 1)
+    share = load / (tokens * experts.top_k)
+    probability = jnp.where(seen[:, None], scores / scores.sum(axis=-1, keepdims=True), 0).sum(axis=0) / tokens
+    z = jnp.where(seen, jax.nn.logsumexp(logits, axis=-1) ** 2, 0).sum() / tokens
+    return load, experts.count * (share * probability).sum(), z
+
+
+def _routed(
+    experts: Experts,
+    arch: Architecture,
+    weights: Weights,
+    x: Float[Array, "t d"],
+    choices: Int[Array, "t k"],
+    gains: Float[Array, "t k"],
+    seen: Bool[Array, " t"],
+) -> Float[Array, "t d"]:
+    inner = project(weights, "routed_expert_down_proj", x) if experts.latent else x
+    # Sorted by expert; what is not seen comes last, into no group.
+    expert = jnp.where(seen[:, None], choices, experts.count).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.zeros(experts.count, jnp.int32).at[expert].add(1, mode="drop")
+    inside = weights.sub("experts")
+    both = grouped(inside, "gate_up_proj", inner[order // experts.top_k], sizes)
+    made = grouped(inside, "down_proj", mlp.activate(experts.situ, *jnp.split(both, 2, axis=-1)), sizes)
+    made = made[jnp.argsort(order)].reshape(*choices.shape, -1)
+    y = (made * gains[..., None].astype(made.dtype)).sum(axis=1)
+    if experts.latent_norm:
+        y = rms_norm(y, weights.params["routed_expert_norm"], arch.rms_norm_eps)
+    return project(weights, "routed_expert_up_proj", y) if experts.latent else y
+
+
+def grouped(weights: Weights, name: str, x: Float[Array, "n i"], sizes: Int[Array, " experts"]) -> Float[Array, "n o"]:
+    """Sorted tokens through their experts' matrices, with their adapters: `models.lora` has the two forms."""
+    y = grouped_matmul(x, weights.params[name].astype(x.dtype), sizes)
+    adapter = weights.adapter.get(name)
+    if adapter is not None:
+        y = y + (weights.scale * _low_rank(x, adapter, sizes)).astype(y.dtype)
+    return checkpoint_name(y, KEPT)
+
+
+def _low_rank(x: Array, adapter: Params, sizes: Array) -> Array:
+    if "a" not in adapter:
+        return jnp.concatenate([_low_rank(x, part, sizes) for part in adapter.values()], axis=-1)
+    for factor in (adapter["a"], adapter["b"]):
+        x = x.astype(factor.dtype)
+        x = x @ factor if factor.ndim == 2 else grouped_matmul(x, factor, sizes)
+    return x

@@ -1,6 +1,6 @@
 """What the kernels cost beside their peers, in one process: time, effective TFLOP/s, temporary memory, the floor.
 
-    python -m rlx_kernels.bench [--families logprob attention grouped_matmul] [--shapes 2048,256,32768] [--json FILE]
+    python -m rlx_kernels.bench [--families logprob attention ...] [--shapes 2048,256,32768] [--json FILE]
 
 Every case of a family and shape runs once in each round, in turn; times are medians. Effective TFLOP/s counts the
 products that nobody can avoid (recomputed ones are not counted); the floor is those at the rate of one plain product in
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_kernels.attention import attention
+from rlx_kernels.delta_rule import delta_rule
 from rlx_kernels.grouped_matmul import grouped_matmul
 from rlx_kernels.logprob import api, token_loss, token_stats
 
@@ -157,10 +158,38 @@ def grouped_matmul_cases(shape: tuple[int, ...], settings: Settings) -> list[Cas
     return [Case(n, differentiated(f, settings.passes, 2), (x, weights), flop) for n, f in cases.items()]
 
 
+def delta_rule_cases(shape: tuple[int, ...], settings: Settings, *, channels: bool = False) -> list[Case]:
+    """Shape (T, H, K, V): one row of T tokens in 4 segments, H heads with states [K, V], a decay for each or, with
+    `channels`, for each of its K channels."""
+    tokens, heads, key_width, value_width = shape
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(1, tokens, heads, n)) for n in (key_width, key_width, value_width))
+    query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    decay = -np.abs(rng.normal(size=(1, tokens, heads, *((key_width,) if channels else ()))))
+    arrays = (query, key, value, decay, rng.uniform(size=(1, tokens, heads)))
+    segment_ids = jnp.repeat(jnp.arange(1, 5, dtype=jnp.int32), -(-tokens // 4))[None, :tokens]
+
+    def by(implementation, *arguments):
+        out = delta_rule(*arguments, segment_ids=segment_ids, implementation=implementation).output
+        return out.astype(jnp.float32).sum()
+
+    # of each token and head: the state by the key, key by update, the state by the query; nobody repeats them backwards
+    flop = (
+        2.0 * 3 * tokens * heads * key_width * value_width * {"forward": 1, "frozen": 2, "backward": 3}[settings.passes]
+    )
+    cases = {"delta_rule, chunked": "chunked", "delta_rule, token by token": "reference"}
+    arguments = tuple(jnp.asarray(x, settings.dtype) for x in arrays)
+    return [
+        Case(n, differentiated(functools.partial(by, i), settings.passes, 5), arguments, flop) for n, i in cases.items()
+    ]
+
+
 FAMILIES: dict[str, tuple[Family, list[tuple[int, ...]]]] = {
     "logprob": (logprob_cases, [(2048, 256, 32768), (1024, 576, 49152)]),
     "attention": (attention_cases, [(1024, 9, 3, 64)]),
     "grouped_matmul": (grouped_matmul_cases, [(2048, 256, 512, 8)]),
+    "delta_rule": (delta_rule_cases, [(2048, 8, 64, 64)]),
+    "delta_rule_channels": (functools.partial(delta_rule_cases, channels=True), [(2048, 8, 64, 64)]),
 }
 
 

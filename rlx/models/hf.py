@@ -19,6 +19,7 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from rlx.models import mxfp4
 from rlx.models.description import Architecture, Params
 from rlx.models.files import new_directory, read_json, write_json
 from rlx.models.hf_config import architecture_config, read_config
@@ -53,8 +54,19 @@ def read_architecture(directory: Path | str) -> Architecture:
         return arch
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_open(path)) for path in _tensor_files(Path(directory))]
-        names = [name for file in files for name in file.keys()]  # noqa: SIM118
-    return dataclasses.replace(arch, names=found_names(arch.names, names))
+        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        names = dataclasses.replace(found_names(arch.names, where), even_convolutions=_even_convolutions(where))
+    return dataclasses.replace(arch, names=names)
+
+
+def _even_convolutions(where: Mapping[str, Any]) -> bool:
+    """Are the convolutions of queries and values cut to one size, wherever they belong?"""
+    for name in where:
+        if name.endswith(".q_conv1d.weight"):
+            pair = name, name.replace("q_conv1d", "v_conv1d")
+            query, value = (where[n].get_slice(n).get_shape() if n in where else None for n in pair)
+            return query == value
+    return False
 
 
 def to_hf(arch: Architecture, params: Params) -> Iterator[tuple[str, Any]]:
@@ -69,7 +81,8 @@ def to_hf(arch: Architecture, params: Params) -> Iterator[tuple[str, Any]]:
 
 
 def load_params(directory: Path | str, arch: Architecture, dtype: jnp.dtype | str = "float32") -> Params:
-    """The checkpoint as a tree of numpy arrays of `dtype`, filled tensor by tensor from one or many safetensors files.
+    """The checkpoint as a tree of numpy arrays of `dtype`, filled tensor by tensor from one or many safetensors files;
+    weights in MXFP4 are unpacked.
 
     Raises FileNotFoundError where files are missing, ValueError where names, shapes or formats do not fit `arch`.
     """
@@ -80,9 +93,9 @@ def load_params(directory: Path | str, arch: Architecture, dtype: jnp.dtype | st
     with contextlib.ExitStack() as stack:
         files = {path: stack.enter_context(_open(path)) for path in _tensor_files(Path(directory))}
         where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-        _check_names(directory, arch, set(where), set(expected))
+        _check_names(directory, arch, mxfp4.plain_names(where), set(expected))
         for name, tensor in expected.items():
-            array = _read(where[name], name, tensor.shape).astype(dtype, copy=False)
+            array = (_read if name in where else _read_packed)(where, name, tensor.shape).astype(dtype, copy=False)
             target = leaves[tensor.path][tensor.index]
             target[...] = array.swapaxes(-1, -2) if tensor.transposed else array.reshape(target.shape)
         if arch.tied and arch.names.head in where:
@@ -113,7 +126,20 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _read(file: Any, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _read_packed(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Experts of Kimi K3, 4 bits a weight."""
+    packed, scale = (where[n].get_tensor(n) for n in mxfp4.stored_names(name))
+    try:
+        array = mxfp4.dequantise(packed, scale)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if array.shape != shape:
+        raise ValueError(f"{name} unpacks to {array.shape}; config.json makes it {shape}")
+    return array
+
+
+def _read(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    file = where[name]
     found = file.get_slice(name)
     if tuple(found.get_shape()) != shape:
         raise ValueError(f"{name} has shape {tuple(found.get_shape())}; config.json makes it {shape}")

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rlx.models.config_values import integer, refuse, required
-from rlx.models.description import Architecture, grouped
+from rlx.models.description import Architecture, Attention, LatentAttention, Layer, grouped
 from rlx.models.families import FAMILIES as ATTENTION_FAMILIES
 from rlx.models.files import read_json
 from rlx.models.hybrids import HYBRIDS
 
 FAMILIES = ATTENTION_FAMILIES | HYBRIDS
 MODEL_TYPES = tuple(FAMILIES)
+UNBOUNDED = 2**31 - 1  # what int32 positions can count
 ACTIVATIONS = ("silu", "situ")
 
 
@@ -49,7 +50,7 @@ def parse_architecture(config: Mapping[str, Any]) -> Architecture:
             "architectures": classes
             and not set(classes) & set(family.classes)
             and f"only {' and '.join(family.classes)} is read",
-            "quantization_config": config.get("quantization_config") and "quantised weights are not read",
+            "quantization_config": not _readable(config.get("quantization_config")) and "only MXFP4 weights are read",
         },
     )
     activation = tower.get("hidden_act", "silu")
@@ -63,7 +64,7 @@ def parse_architecture(config: Mapping[str, Any]) -> Architecture:
         norm=described.norm,
         rms_norm_eps=float(required(tower, "rms_norm_eps")),
         tied=_tied(config, tower),
-        max_positions=_max_positions(tower),
+        max_positions=_max_positions(tower, described.layers),
         residual_block=described.residual_block,
         names=described.names,
         config=json.dumps(dict(config), sort_keys=True),
@@ -80,6 +81,12 @@ def architecture_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     return config
 
 
+def _readable(quantisation: Mapping[str, Any] | None) -> bool:
+    """Is it none, or the packed MXFP4 of compressed-tensors?"""
+    formats = {value for value in (quantisation or {}).values() if isinstance(value, str)}
+    return not quantisation or any(value.startswith("mxfp4") for value in formats)
+
+
 def _model_type(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if model_type in MODEL_TYPES:
@@ -94,5 +101,9 @@ def _tied(config: Mapping[str, Any], tower: Mapping[str, Any]) -> bool:
     return bool(required(config if tower.get("tie_word_embeddings") is None else tower, "tie_word_embeddings"))
 
 
-def _max_positions(tower: Mapping[str, Any]) -> int:
+def _max_positions(tower: Mapping[str, Any], layers: tuple[Layer, ...]) -> int:
+    """Where no layer rotates by positions there may be no bound."""
+    rotating = any(isinstance(x.mixer, Attention | LatentAttention) and x.mixer.rope is not None for x in layers)
+    if not rotating and not {"model_max_length", "max_position_embeddings"} & tower.keys():
+        return UNBOUNDED
     return integer(tower, "model_max_length" if "model_max_length" in tower else "max_position_embeddings")

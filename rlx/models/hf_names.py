@@ -156,11 +156,16 @@ def _expert_tensors(names: Names, experts: Experts, path: str, spec: ParamSpec) 
 
 
 def found_names(names: Names, tensors: Collection[str]) -> Names:
-    """`names` as a checkpoint with these tensors has them: prefixes, and experts fused or one by one."""
+    """`names` as a checkpoint with these tensors has them: prefixes, experts fused or one by one, and the two spellings
+    that OLMo hybrids are exported in."""
     for name in tensors:
         if name.endswith("embed_tokens.weight"):
             names = dataclasses.replace(names, model=name.removesuffix("embed_tokens.weight"))
         elif name.endswith("lm_head.weight"):
             names = dataclasses.replace(names, head=name)
+        elif name.endswith((f".{names.recurrent}.out_proj.weight", f".{names.recurrent}.norm.weight")):
+            names = dataclasses.replace(names, recurrent_out=("out_proj", "norm"))
+        elif name.endswith(".input_layernorm.weight"):
+            names = dataclasses.replace(names, pre_norms=("input_layernorm", "post_attention_layernorm"))
     fused = any(name.endswith(".experts.gate_up_proj") for name in tensors)
     return dataclasses.replace(names, fused_experts=fused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from jaxtyping import Float, UInt8
 
@@ -9,6 +11,19 @@ BLOCK = 32
 BIAS = 127  # of the scales' exponents
 # E2M1 by code: a sign bit, two of exponent, one of mantissa.
 VALUES = np.array([s * v for s in (1, -1) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+
+
+def stored_names(name: str) -> tuple[str, str]:
+    """Of the packed values and of the scales of what would be `name` plainly stored."""
+    return f"{name}_packed", f"{name}_scale"
+
+
+def plain_names(found: Iterable[str]) -> set[str]:
+    """Tensor names as if nothing were packed: NAME for NAME_packed beside NAME_scale."""
+    names = set(found)
+    packed = {name.removesuffix("_packed") for name in names if name.endswith(".weight_packed")}
+    whole = {name for name in packed if set(stored_names(name)) <= names}
+    return names - {stored for name in whole for stored in stored_names(name)} | whole
 
 
 def dequantise(

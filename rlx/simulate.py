@@ -29,7 +29,7 @@ from rlx.config.schema import Config
 from rlx.config.simulation import SimulateConfig
 from rlx.simulation import fit
 from rlx.simulation.result import Result
-from rlx.simulation.run import simulate
+from rlx.simulation.run import check, simulate
 
 TARGET = "configs/simulate_target.py"
 COLUMNS = {  # of a sweep's table
@@ -66,11 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     axes = [axis(text) for text in own["sweep"].value or ()]
     if fitted is not None:
         refuse_fitted(argv, axes)
-    results = [(setting, simulate(config)) for setting, config in swept(argv, base, axes, fitted)]
-    if own["png"].value:
+    # All are looked at before the first is simulated, which may take minutes.
+    runs = list(swept(argv, base, axes, fitted))
+    for _, config in runs:
+        check(config)
+    png = Path(own["png"].value) if own["png"].value else None
+    if png:
         from rlx.simulation import figure  # matplotlib is not loaded for figures that nobody asked for
 
-        figure.write(Path(own["png"].value), results)
+        figure.check(png)
+    results = [(setting, simulate(config)) for setting, config in runs]
+    if png:
+        figure.write(png, results)
     if own["json"].value:
         rows = [({"settings": setting} if axes else {}) | result.to_json() for setting, result in results]
         print(json.dumps(rows if axes else rows[0]))

@@ -136,6 +136,14 @@ def test_a_wrong_setting_is_refused(capsys, small, words, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [("--sweep=max_policy_lag=1,x",), ("--sweep=updates=8,2",), ("--png=picture.nosuch",)])
+def test_what_cannot_be_done_is_refused_before_anything_is_simulated(monkeypatch, small, words):
+    monkeypatch.setattr("rlx.simulate.simulate", lambda config: pytest.fail("it was simulated"))
+    with pytest.raises((SystemExit, ConfigError)) as stopped:
+        main(["rlx simulate", small, *words])
+    assert not isinstance(stopped.value, SystemExit) or stopped.value.code == 2
+
+
 def test_the_command_says_what_is_wrong(monkeypatch, capsys, small, tmp_path):
     monkeypatch.setattr(sys, "argv", ["rlx", "simulate", small, f"--fit={tmp_path}"])
     assert cli.main() == 2

@@ -57,13 +57,14 @@ class SimulatedSessions:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedTrainer:
-    """An update takes update_seconds + tokens of its batch * seconds_per_token."""
+    """An update takes update_seconds + tokens of its batch * seconds_per_token, on a device that nobody else uses."""
 
     update_seconds: float
     seconds_per_token: float
     publish_seconds: float  # to send weights out, before the engines load them
     other_seconds: float  # between publication and the next batch: metrics, checkpoints
     engine_slowdown: float  # factor on the engines' seconds while the trainer trains; 1 = on devices of its own
+    own_slowdown: float  # factor on its seconds of an update while any engine has a request; 1 = on devices of its own
 
 
 @dataclasses.dataclass(frozen=True)

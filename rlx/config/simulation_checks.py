@@ -9,7 +9,7 @@ import math
 from rlx.config.simulation import DistributionConfig, SimulateConfig
 
 POSITIVE = ("engines.step_seconds", "engines.prefill_tokens_per_s")
-AT_LEAST_ONE = ("token_grain", "engines.count", "sessions.tasks", "trainer.engine_slowdown")
+AT_LEAST_ONE = ("token_grain", "engines.count", "sessions.tasks", "trainer.engine_slowdown", "trainer.own_slowdown")
 NOT_NEGATIVE = (
     "engines.start_seconds",
     "engines.step_seconds_per_request",
@@ -78,5 +78,5 @@ def _distribution(key: str, d: DistributionConfig, within_one: bool) -> list[str
         problems.append(f"{key}.cv = {d.cv!r}: {why}")
     largest = d.quantiles[-1] if d.kind == "quantiles" and d.quantiles else d.mean
     if within_one and (d.kind in ("lognormal", "gamma") or largest > 1):
-        problems.append(f"{key}: pass rates are in [0, 1]; use kind 'beta', 'constant' or 'quantiles' up to 1")
+        return [f"{key}: pass rates are in [0, 1]; use kind 'beta', 'constant' or 'quantiles' up to 1"]
     return problems

@@ -8,21 +8,26 @@ from typing import Any
 
 import matplotlib.figure as mpl
 import numpy as np
+from matplotlib.backend_bases import FigureCanvasBase
 
+from rlx.config.errors import ConfigError
 from rlx.simulation.result import Result
 
 PHASES = {"waits": "#d0d0d0", "trains": "#3b6fb6", "publishes": "#e08a2c"}
 BARS = 40  # updates that a timeline shows
 
 
-def write(path: Path, results: Sequence[tuple[Mapping[str, str], Result]]) -> None:
-    """A picture of the one result, or of all. The ending of `path` says the format.
-
-    Raises:
-      ValueError: for a format that matplotlib does not write.
-    """
-    draw = one_run(results[0][1]) if len(results) == 1 else sweep(results)
+def check(path: Path) -> None:
+    """Raises ConfigError for a format that matplotlib does not write, OSError where no file can be."""
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise ConfigError(f"--png={path}: its ending says the format; use one of {', '.join(sorted(formats))}")
     path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write(path: Path, results: Sequence[tuple[Mapping[str, str], Result]]) -> None:
+    """A picture of the one result, or of all. `check` the path first."""
+    draw = one_run(results[0][1]) if len(results) == 1 else sweep(results)
     draw.savefig(path, dpi=150)
 
 

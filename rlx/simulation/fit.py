@@ -26,7 +26,8 @@ from rlx.config.simulation import (
 )
 from rlx.metrics.jsonl import read_json, read_jsonl
 from rlx.metrics.rollout import PASS
-from rlx.simulation.fit_engines import fit_engines
+from rlx.simulation.fit_engines import ALIKE, SLOWDOWNS, fit_engines
+from rlx.simulation.steps import StepFunction
 
 FILE = "timing.jsonl"
 POINTS = 33  # quantiles kept of a distribution
@@ -65,12 +66,13 @@ def fit(records: Sequence[Record], recorded: Config, base: SimulateConfig, sourc
             f"{recorded.metrics.skip_updates} (metrics.skip_updates); at least {LEAST} and 2 are needed"
         )
     engines, slowdown = fit_engines(kinds["response"], kinds["load"], updates, recorded, base.engines)
+    busy = busy_seconds(updates, kinds["response"])
     failed = np.mean([s["outcome"] != "graded" for s in sessions])
     return dataclasses.replace(
         base,
         engines=engines,
         sessions=fit_sessions(sessions),
-        trainer=fit_trainer(updates, kinds["load"], slowdown, recorded),
+        trainer=fit_trainer(updates, kinds["load"], busy, slowdown, recorded),
         faults=SimulatedFaults(0.0, base.faults.engine_down_seconds, float(failed)),
     )
 
@@ -78,15 +80,16 @@ def fit(records: Sequence[Record], recorded: Config, base: SimulateConfig, sourc
 def fit_trainer(
     updates: Sequence[Record],
     loads: Sequence[Record],
+    busy: Sequence[float],
     slowdown: float,
     recorded: Config,
 ) -> SimulatedTrainer:
-    """Nonnegative least squares of seconds = a + b tokens; means of the rest."""
+    """Seconds of an update by `fit_update`; means of the rest. slowdown: of the engines, while it trains."""
     trained = [u for u in updates if u["tokens"]]
     tokens = np.array([u["tokens"] for u in trained], float)
     seconds = np.array([u["trained"] - u["taken"] for u in trained], float)
-    scale = max(tokens.mean(), 1.0)
-    (constant, slope), _ = scipy.optimize.nnls(np.stack([np.ones_like(tokens), tokens / scale], 1), seconds)
+    beside = np.array([b for u, b in zip(updates, busy) if u["tokens"]], float)
+    constant, slope, own_slowdown = fit_update(tokens, seconds, beside)
     # With drain the engines load later, with barrier they first end what runs: neither is the sending of weights.
     sent = []
     for update in trained:
@@ -94,12 +97,46 @@ def fit_trainer(
         if recorded.producer.publication == "refresh" and inside:
             sent.append(min(inside) - update["trained"])
     return SimulatedTrainer(
-        update_seconds=float(constant),
-        seconds_per_token=float(slope / scale),
+        update_seconds=constant,
+        seconds_per_token=slope,
         publish_seconds=float(np.mean(sent)) if sent else 0.0,
         other_seconds=float(np.mean([u["ended"] - u["published"] for u in updates])),
         engine_slowdown=slowdown,
+        own_slowdown=own_slowdown,
     )
+
+
+def busy_seconds(updates: Sequence[Record], responses: Sequence[Record]) -> list[float]:
+    """Of each update's training, the seconds in which any engine had a request."""
+    starts, ends = ([r[key] for r in responses] for key in ("sent", "done"))
+    running = StepFunction(np.array([*starts, *ends]), np.repeat([1.0, -1.0], len(responses)))
+    edges = np.unique(np.array([*starts, *ends]))
+    busy = np.array([float(running.step(edge) > 0.5) for edge in edges])
+    level = StepFunction(edges, np.diff(busy, prepend=0.0))
+    return [level.area(u["taken"], u["trained"]) for u in updates]
+
+
+def fit_update(tokens: np.ndarray, seconds: np.ndarray, beside: np.ndarray) -> tuple[float, float, float]:
+    """(a, b, slowdown) of an update that takes a + b tokens on its own, and `slowdown` times as long while engines run.
+
+    Nonnegative least squares, the slowdown is searched for. Where engines ran all the time, or never, nothing tells it,
+    and it is 1.
+
+    Args:
+      tokens, seconds: of updates. beside: of the seconds, those in which engines ran.
+    """
+    scale = max(float(tokens.mean()), 1.0)
+    share = beside / np.maximum(seconds, 1e-12)
+    best = (np.inf, np.zeros(2), 1.0)
+    for slowdown in SLOWDOWNS if share.std() > ALIKE else (1.0,):
+        # Seconds that are expected, not work: the noise is in the former.
+        stretch = 1.0 / (1.0 - share + share / slowdown)
+        columns = np.stack([stretch, stretch * tokens / scale], 1)
+        found, error = scipy.optimize.nnls(columns, seconds)
+        if error < best[0]:
+            best = (error, found, float(slowdown))
+    (constant, slope), slowdown = best[1], best[2]
+    return float(constant), float(slope / scale), slowdown
 
 
 def fit_sessions(sessions: Sequence[Record]) -> SimulatedSessions:

@@ -33,10 +33,21 @@ class Meter:
         self.level = 0
         self._area = 0.0
         self._at = 0.0
+        self._turned: asyncio.Future[None] | None = None
 
     def add(self, change: int) -> None:
         self.area()
-        self.level += change
+        before, self.level = self.level, self.level + change
+        if self._turned is not None and not self._turned.done() and (before == 0) != (self.level == 0):
+            self._turned.set_result(None)
+
+    async def turned(self) -> None:
+        """Until the level becomes 0, or is no longer."""
+        self._turned = asyncio.get_running_loop().create_future()
+        try:
+            await self._turned
+        finally:
+            self._turned = None
 
     def area(self) -> float:
         """The integral of the level until now, in units of seconds."""

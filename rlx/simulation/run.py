@@ -19,7 +19,7 @@ from rlx.rollout.buffer import Buffer
 from rlx.rollout.collect import Sampling
 from rlx.rollout.fates import ages
 from rlx.rollout.fleet import Fleet
-from rlx.rollout.modelled import ModelledEngine
+from rlx.rollout.modelled import RESOLUTION, ModelledEngine
 from rlx.rollout.modelled_sessions import Work
 from rlx.rollout.options import fleet_options, producer_options, rules
 from rlx.rollout.producer import Producer
@@ -38,13 +38,18 @@ def simulate(config: Config, trace: Trace | None = None) -> Result:
     Raises:
       ConfigError: for what cannot be simulated. FleetDown: the modelled faults leave no engine.
     """
+    check(config)
+    with _rare_collection():
+        return virtual.run(_Simulation(coarse(config), trace).run())
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for what cannot be simulated, as far as it can be known before."""
     if config.learner.updates <= config.metrics.skip_updates:
         raise ConfigError(
             f"config.learner.updates = {config.learner.updates}: the first {config.metrics.skip_updates} "
             "(config.metrics.skip_updates) are left out of every figure; simulate more updates than those"
         )
-    with _rare_collection():
-        return virtual.run(_Simulation(coarse(config), trace).run())
 
 
 @contextlib.contextmanager
@@ -163,7 +168,7 @@ class _Simulation:
         tokens = sum(len(s.tokens) for s in batch.samples) * self.config.simulate.token_grain
         if batch.samples:
             self._slow_engines(trainer.engine_slowdown)
-            await asyncio.sleep(trainer.update_seconds + trainer.seconds_per_token * tokens)
+            await self._train(trainer.update_seconds + trainer.seconds_per_token * tokens)
             self._slow_engines(1.0)
             self.version += 1
         trained = timing.now()
@@ -186,6 +191,18 @@ class _Simulation:
             times = {name: getattr(update, name) for name in ("began", "taken", "trained", "published", "ended")}
             self.trace({"kind": "update", "tokens": tokens, **times})
         return update
+
+    async def _train(self, work: float) -> None:
+        """work: seconds of a device that nobody else uses."""
+        slowdown = self.config.simulate.trainer.own_slowdown
+        if slowdown == 1.0:
+            await asyncio.sleep(work)
+            return
+        while work > 0:
+            began, factor = timing.now(), slowdown if self.meter.level else 1.0
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.meter.turned(), work * factor)
+            work = 0.0 if (left := work - (timing.now() - began) / factor) < RESOLUTION else left
 
     def _slow_engines(self, factor: float) -> None:
         if self.config.simulate.trainer.engine_slowdown != 1.0:

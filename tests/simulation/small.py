@@ -58,4 +58,4 @@ def hidden(**changes: Any) -> Config:
         "trainer__other_seconds": 0.1,
         "trainer__engine_slowdown": 1.6,
     }
-    return config(**{f"simulate__{key}": value for key, value in values.items()}, **changes)
+    return config(**{f"simulate__{key}": value for key, value in values.items()} | changes)

@@ -20,7 +20,7 @@ from rlx.rollout.options import fleet_options, producer_options, rules
 from rlx.rollout.producer import Producer
 from rlx.rollout.timing import TimedReplica, now, timed_environments
 from rlx.simulation import fit
-from rlx.simulation.fit import components, pass_rates, split_by_task
+from rlx.simulation.fit import components, fit_update, pass_rates, split_by_task
 from rlx.simulation.fit_engines import _solve
 from rlx.simulation.run import sampling, simulate
 from rlx.sync.publisher import Publisher
@@ -61,6 +61,24 @@ def test_hidden_parameters_are_found(recorded):
     assert found.sessions.pass_rate.cv == pytest.approx(0.8, rel=0.25)
     for name in ("prompt_tokens", "turns", "response_tokens", "tool_tokens", "tool_seconds", "grade_seconds"):
         assert getattr(found.sessions, name).mean == pytest.approx(getattr(truth.sessions, name).mean, rel=0.1), name
+
+
+def test_what_engines_cost_the_trainer_is_found():
+    """On one device both lose: the trainer while engines run, engines while it trains. Here the lag stops engines."""
+    shared = {"simulate__trainer__update_seconds": 8.0, "producer__max_policy_lag": 1, "learner__updates": 40}
+    records: list[dict] = []
+    truth = simulate(hidden(simulate__trainer__own_slowdown=1.5, **shared), records.append)
+    alone = simulate(hidden(**shared))
+    assert 1.2 * alone.train_minutes < truth.train_minutes < 1.5 * alone.train_minutes
+    found = fit.fit(records, hidden(**shared), config().simulate).trainer
+    assert (found.own_slowdown, found.engine_slowdown) == pytest.approx((1.5, 1.6), rel=0.05)
+    assert (found.update_seconds, found.seconds_per_token) == pytest.approx((8.0, 0.0015), rel=0.01)
+
+
+def test_where_engines_always_run_nothing_tells_what_they_cost_the_trainer():
+    tokens = np.linspace(100.0, 200.0, 40)
+    seconds = 1.0 + 0.01 * tokens
+    assert fit_update(tokens, seconds, seconds) == pytest.approx((1.0, 0.01, 1.0))
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=str)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlx.envs.grading import Grade
-from rlx.rollout.engine import Completion, Engine, EngineError, Request, check_completion
+from rlx.rollout.engine import Completion, Engine, EngineError, Request, check_completion, raise_if_cancelled
 from rlx.rollout.session import Graders, Tokenizer
 from rlx.rollout.transcript import Transcript, Verdict
 from rlx.types import Group, Sample, Task
@@ -64,7 +64,11 @@ async def _group(
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
     )
-    completions = await engine.generate(request)
+    try:
+        completions = await engine.generate(request)
+    except EngineError as error:
+        raise_if_cancelled(error)  # a resumed run asks for the same samples again
+        raise
     if len(completions) != sampling.group_size:
         raise EngineError(
             f"request {request.id}: {len(completions)} samples came, {sampling.group_size} were asked for"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -54,6 +55,13 @@ class RequestRefused(EngineError):
 
     def __init__(self, message: str):
         super().__init__(message, reason="refused")
+
+
+def raise_if_cancelled(error: EngineError) -> None:
+    """Raise CancelledError where `error` came in its place: the task that handles it is being cancelled."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError from error
 
 
 class Engine(Protocol):

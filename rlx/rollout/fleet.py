@@ -22,6 +22,7 @@ from rlx.rollout.routing import LeastLoaded
 from rlx.types import StopReason
 
 GRACE_S = 5.0  # for the requests of an ejected engine to end by themselves, with what they had written; and, cancelled
+LONGEST_WAIT = 0.1  # between two repairs, of outage_s: an engine that is back within it is found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,8 @@ class FleetOptions:
     http_admission: int = 0  # requests sent to an engine and not yet answered, 0 = 2 x its admission
     request_timeout_s: float = 1800.0
     load_timeout_s: float = 600.0
-    repairs: int = 3  # failures in a row, with no good answer between, after which an engine is given up
-    backoff_s: float = 1.0  # before an engine's first repair; doubles with each failure
-    outage_s: float = 300.0  # without any engine in service
+    backoff_s: float = 1.0  # before an engine's first repair; doubles with each failure, up to LONGEST_WAIT of outage_s
+    outage_s: float = 300.0  # without any engine in service: the run ends
 
 
 class FleetDown(RuntimeError):
@@ -101,9 +101,10 @@ class Fleet:
     async def __aexit__(self, *exception: object) -> None:
         if self._outage is not None:
             self._outage.cancel()
-        tasks = [*self._repairs.values(), *self._adrift]
-        for task in tasks:
+        for task in self._repairs.values():
             task.cancel()
+        # Those adrift were cancelled when they were given up; once more, and they could not say what they had written.
+        tasks = [*self._repairs.values(), *self._adrift]
         if tasks:
             await asyncio.wait(tasks, timeout=GRACE_S)
 
@@ -126,7 +127,7 @@ class Fleet:
 
         Raises:
           RequestRefused: no engine can serve it.
-          EngineError: the engine failed; `partial` holds what it had written.
+          EngineError: the engine failed, or the request was cancelled; `partial` holds what had been written.
           FleetDown: there has been no engine for too long.
         """
         member = await self._permit(prefer)
@@ -208,6 +209,13 @@ class Fleet:
         member.running[flight] = None
         try:
             how = await flight.ended
+        except asyncio.CancelledError as cancelled:
+            partial = await self._recall(member, flight)
+            if partial:
+                raise EngineError(
+                    f"request {request.id} was cancelled", reason="cancelled", partial=partial
+                ) from cancelled
+            raise
         finally:
             timer.cancel()
             del member.running[flight]
@@ -215,13 +223,25 @@ class Fleet:
                 self._adrift[task] = None
                 abandon(task, functools.partial(self._late, request))
         if how == "timeout":
-            said = f"request {request.id} had no answer within {self.options.request_timeout_s:g} s"
+            limit = f"{self.options.request_timeout_s:g} s (producer.request_timeout_s)"
+            said = f"request {request.id} had no answer within {limit}"
             raise self._eject(member, "timeout", said)
         if how == "ejected" or task.cancelled():
             raise EngineError(
                 f"{member.engine.name} was ejected while it served request {request.id}", reason="ejected"
             )
         return self._judge(member, flight)
+
+    async def _recall(self, member: Member, flight: _Flight) -> tuple[Completion | None, ...]:
+        """What had been written of a request that is cancelled, of an engine that says so."""
+        flight.task.cancel()
+        await asyncio.wait([flight.task], timeout=GRACE_S)
+        if not flight.task.done() or flight.task.cancelled():
+            return ()
+        error = flight.task.exception()
+        if error is None:
+            self._refuse(flight.request, flight.task.result(), "late")
+        return self._usable(member, flight, error.partial) if isinstance(error, EngineError) else ()
 
     def _judge(self, member: Member, flight: _Flight) -> list[Completion]:
         """The answer, if it is one; everything else takes the engine out of service."""
@@ -294,9 +314,15 @@ class Fleet:
                 self._outage = loop.call_later(self.options.outage_s, self._give_up)
         return error
 
+    def eject(self, member: Member, reason: str, said: str) -> None:
+        """Take the engine out of service for what was seen of it elsewhere; it comes back with the current weights."""
+        self._eject(member, reason, said)
+
     async def _repair(self, member: Member) -> None:
-        while member.strikes <= self.options.repairs:
-            await asyncio.sleep(self.options.backoff_s * 2 ** (member.strikes - 1))
+        """Until it serves again: a machine that restarts may take longer than anyone would count tries."""
+        while True:
+            doublings = min(member.strikes - 1, 30)
+            await asyncio.sleep(min(self.options.backoff_s * 2**doublings, self.options.outage_s * LONGEST_WAIT))
             try:
                 await self.load(member)
             except EngineError as error:
@@ -306,8 +332,6 @@ class Fleet:
                 del self._repairs[member]
                 self._admit(member)
                 return
-        if all(not m.in_service and m.strikes > self.options.repairs for m in self.members):
-            self._give_up()
 
     def _admit(self, member: Member) -> None:
         member.in_service = member.open = True

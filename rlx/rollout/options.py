@@ -29,7 +29,6 @@ def fleet_options(config: Config) -> FleetOptions:
         http_admission=producer.http_admission,
         request_timeout_s=producer.request_timeout_s,
         load_timeout_s=producer.load_timeout_s,
-        repairs=producer.retries,
         backoff_s=producer.backoff_s,
         outage_s=producer.outage_s,
     )

@@ -18,7 +18,7 @@ from rlx.envs.grading import Outcome
 from rlx.rollout.budgets import Books, Budgets, Gauge
 from rlx.rollout.buffer import Buffer
 from rlx.rollout.collect import Sampling
-from rlx.rollout.engine import Completion, EngineError, Request, RequestRefused
+from rlx.rollout.engine import Completion, EngineError, Request, RequestRefused, raise_if_cancelled
 from rlx.rollout.fates import span_ages
 from rlx.rollout.fleet import Fleet
 from rlx.rollout.journal import Entry, Journal
@@ -37,6 +37,10 @@ class ProducerOptions:
     retries: int = 3  # of a response, of a session, of a grading
     backoff_s: float = 1.0  # doubles with each retry
     failure_limit: int = 64  # samples in a row that failed for good end the run
+
+
+class TooManyFailures(RuntimeError):
+    """No sample for a long time: the run cannot go on. Caused by the last failure."""
 
 
 class Producer:
@@ -83,7 +87,7 @@ class Producer:
         await self.stop()
 
     async def stop(self) -> None:
-        """End all sessions where they are. What has reached this process by then is still held, and can be saved."""
+        """End all sessions where they are. What was written by then, if engines say it, is held and can be saved."""
         self._running = False
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -190,7 +194,7 @@ class Producer:
                     self.options.session_token_limit,
                 )
                 if not session.transcript.num_written:
-                    raise EnvironmentFailed("prompt_too_long", f"task {session.group.task.id}: no room for a response")
+                    raise _no_room(session)
                 session.stop = stop
                 return environment
             except EnvironmentFailed as error:
@@ -210,14 +214,16 @@ class Producer:
             try:
                 session.engine, (part,) = await self.fleet.serve(request, session.engine)
             except EngineError as error:
-                self.failures[f"engine_{error.reason}"] += 1
-                if isinstance(error, RequestRefused):
-                    raise
                 saved = error.partial[0] if error.partial else None
                 if saved is not None and len(saved.tokens):
                     cut = len(saved.tokens) == request.max_new_tokens
                     stop = StopReason.LENGTH if cut else StopReason.ABORT
                     self._write(session, dataclasses.replace(saved, stop_reason=stop))
+                raise_if_cancelled(error)
+                self.failures[f"engine_{error.reason}"] += 1
+                if isinstance(error, RequestRefused):
+                    raise
+                if saved is not None and len(saved.tokens):
                     continue
                 failures += 1
                 if failures > self.options.retries:
@@ -304,7 +310,10 @@ class Producer:
             self.failures[kind] += 1
         self._failed_in_row += 1
         if self._failed_in_row >= self.options.failure_limit:
-            self._fail(error)
+            count = f"{self._failed_in_row} samples in a row failed for good (producer.failure_limit)"
+            stopped = TooManyFailures(f"{count}; the last one: {error}")
+            stopped.__cause__ = error
+            self._fail(stopped)
 
     def _close(self, session: Session) -> None:
         group = session.group
@@ -318,3 +327,8 @@ class Producer:
             if self.journal is not None:
                 self.journal.append(Entry(group.number, self.books.total, done))
             self.buffer.put(done, self.fleet.version)
+
+
+def _no_room(session: Session) -> EnvironmentFailed:
+    said = f"task {session.group.task.id}: a prompt of {session.transcript.length} tokens leaves no room for a response"
+    return EnvironmentFailed("prompt_too_long", f"{said} (producer.session_token_limit)")

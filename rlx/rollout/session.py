@@ -66,7 +66,7 @@ class TaskEnvironment:
         return Verdict(await asyncio.wrap_future(self._graders.grade(self._task, text)), text)
 
 
-class EnvironmentFailed(Exception):
+class EnvironmentFailed(RuntimeError):
     """An environment or its grader raised, hung or said what makes no sense; `reason` is a short name for it."""
 
     def __init__(self, reason: str, message: str):
@@ -100,7 +100,7 @@ class Guarded:
         try:
             return await bounded(work, self._limit_s)
         except TimeoutError as error:
-            raise EnvironmentFailed(f"{what}_timeout", f"{what}: {error}") from error
+            raise EnvironmentFailed(f"{what}_timeout", f"{what}: {error} (producer.environment_timeout_s)") from error
         except Exception as error:
             raise EnvironmentFailed(f"{what}_error", f"{what}: {type(error).__name__}: {error}") from error
 

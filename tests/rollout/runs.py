@@ -53,6 +53,7 @@ class Plan:
     environment_faults: dict[int, str] = dataclasses.field(default_factory=dict)
     failure_limit: int = 100
     retries: int = 2
+    recalls: bool = False
 
 
 class Watched(Ledger):
@@ -120,6 +121,7 @@ def build(plan: Plan, journal: Journal | None = None, next_task: Callable[[], tu
             head_size=plan.head_size,
             faults=plan.faults.get(i),
             bad_loads=plan.bad_loads.get(i, {}).get,
+            recalls=plan.recalls,
         )
         for i in range(plan.engines)
     ]
@@ -128,7 +130,7 @@ def build(plan: Plan, journal: Journal | None = None, next_task: Callable[[], tu
         plan.return_stale,
     )  # fmt: skip
     buffer = Buffer(rules, ledger)
-    options = FleetOptions(request_timeout_s=2.0, load_timeout_s=1.0, repairs=3, backoff_s=0.1, outage_s=20.0)
+    options = FleetOptions(request_timeout_s=2.0, load_timeout_s=1.0, backoff_s=0.1, outage_s=20.0)
     fleet = Fleet(engines, options, "weights 0", 0, ledger)
     graders = Graders(faults=plan.grader_faults.get)
     producer = Producer(

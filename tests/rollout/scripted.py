@@ -44,7 +44,10 @@ class Running:
 
 
 class ScriptedEngine:
-    """faults: by the number of the request, 0 for the first it gets, what goes wrong with it."""
+    """faults: by the number of the request, 0 for the first it gets, what goes wrong with it.
+
+    recalls: a cancelled request says what it had written.
+    """
 
     def __init__(
         self,
@@ -58,11 +61,12 @@ class ScriptedEngine:
         head_size: int = 0,
         faults: Mapping[int, str] | Callable[[int], str | None] | None = None,
         bad_loads: Callable[[int], str | None] = lambda load: None,
+        recalls: bool = False,
     ):
         self.name, self.admission, self.version = name, admission, version
         self.token_s, self.load_s, self.lengths, self.head_size = token_s, load_s, lengths, head_size
         self._fault = faults if callable(faults) else (faults or {}).get
-        self._bad_load = bad_loads
+        self._bad_load, self._recalls = bad_loads, recalls
         self.requests: list[Request] = []
         self.loads: list[int] = []
         self.running: dict[Running, None] = {}
@@ -80,6 +84,10 @@ class ScriptedEngine:
             jobs = [self._begin(request, seed) for seed in request.seeds]
             try:
                 return await self._answer(request, jobs, fault)
+            except asyncio.CancelledError as cancelled:
+                if not self._recalls:
+                    raise
+                raise EngineError("cancelled", reason="cancelled", partial=self._parts(jobs)) from cancelled
             finally:
                 for job in jobs:
                     self.running.pop(job, None)
@@ -118,8 +126,7 @@ class ScriptedEngine:
         if fault in ("dies", "dies_with_partial"):
             await asyncio.sleep(self.token_s * longest / 2)
             self._dead.set()
-            parts = tuple(self._completion(job, self._written(job)) for job in jobs)
-            saved = tuple(p if len(p.tokens) else None for p in parts) if fault == "dies_with_partial" else ()
+            saved = self._parts(jobs) if fault == "dies_with_partial" else ()
             raise EngineError(f"{self.name} died", reason="dead", partial=saved)
         if fault == "hangs":
             await asyncio.Event().wait()
@@ -131,12 +138,13 @@ class ScriptedEngine:
         finally:
             dying.cancel()
         if self._dead.is_set():
-            parts = tuple(self._completion(job, self._written(job)) for job in jobs)
-            raise EngineError(
-                f"{self.name} died", reason="dead", partial=tuple(p if len(p.tokens) else None for p in parts)
-            )
+            raise EngineError(f"{self.name} died", reason="dead", partial=self._parts(jobs))
         answers = [self._completion(job, job.length) for job in jobs]
         return answers if fault in (None, "hangs_deaf") else self._spoil(fault, answers)
+
+    def _parts(self, jobs: list[Running]) -> tuple[Completion | None, ...]:
+        parts = (self._completion(job, self._written(job)) for job in jobs)
+        return tuple(part if len(part.tokens) else None for part in parts)
 
     async def _deaf(self, seconds: float) -> None:
         """Sleep through every attempt to be cancelled."""

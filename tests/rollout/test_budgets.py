@@ -45,7 +45,7 @@ def test_the_configuration_reaches_the_parts():
     assert rules.train_token_limit == c.learner.row_tokens
     assert options.rules(config(producer__train_token_limit=99), 0).train_token_limit == 99
     fleet = options.fleet_options(c)
-    assert (fleet.repairs, fleet.http_admission, fleet.outage_s) == (5, 70, 300.0)
+    assert (fleet.http_admission, fleet.outage_s) == (70, 300.0)
     made = options.producer_options(c, 64)
     assert (made.gradings, made.session_token_limit, made.retries) == (3, 100, 5)
 

@@ -129,6 +129,27 @@ def test_an_engines_error_comes_as_it_is_and_ends_the_others():
     assert engine.cancelled == [1]  # 3 and 4 were answered before
 
 
+def test_a_cancelled_collection_is_cancelled_whatever_its_engine_says_of_it():
+    """Not failed: a signal to stop is no error."""
+
+    class Says:
+        async def generate(self, request):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as cancelled:
+                raise EngineError("cancelled", reason="cancelled") from cancelled
+
+    async def work():
+        job = asyncio.create_task(collect(Says(), Graders(), Tokenizer(), TASKS, SAMPLING))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+
+    asyncio.run(work())
+
+
 def test_cancelling_a_collection_cancels_its_requests():
     engine = Engine()
     engine.answered.append(asyncio.Event())  # of a fifth request that nobody asks

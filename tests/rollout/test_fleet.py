@@ -14,7 +14,7 @@ from rlx.rollout.fleet import GRACE_S, Fleet, FleetOptions
 from rlx.types import VersionSpan
 from tests.rollout.scripted import ScriptedEngine
 
-OPTIONS = FleetOptions(request_timeout_s=2.0, load_timeout_s=1.0, repairs=2, backoff_s=0.1, outage_s=30.0)
+OPTIONS = FleetOptions(request_timeout_s=2.0, load_timeout_s=1.0, backoff_s=0.1, outage_s=30.0)
 
 
 def ask(number: int = 0, seeds: tuple[int, ...] | None = None, new: int = 12) -> Request:

@@ -5,8 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from rlx.metrics.ledger import Ledger, failed
 from rlx.models import sampler
 from rlx.rollout.engine import EngineError
+from rlx.rollout.fleet import Fleet, FleetOptions
 from rlx.types import StopReason, VersionSpan
 from tests import tiny_model
 from tests.rollout.serving import ask, assert_same, make_engine, serve
@@ -43,16 +45,19 @@ def test_a_cancelled_request_disturbs_no_other(engine, wanted):
         first, second, third = (asyncio.create_task(engine.generate(r)) for r in (FIRST, SECOND, THIRD))
         await until(lambda: engine.stats.new_tokens > 0)
         second.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(EngineError) as caught:
             await second
-        return await first, await third
+        return await first, await third, caught.value
 
-    first, third = asyncio.run(work())
+    first, third, error = asyncio.run(work())
     assert_answers(first, wanted[0])
     assert_answers(third, wanted[2])
     stats = engine.stats
     assert 0 < stats.aborted_tokens < 10  # the sample in the slot was given up on the way, the queued one never begun
     assert stats.new_tokens == 40 + stats.aborted_tokens
+    begun, queued = error.partial
+    assert (error.reason, len(begun.tokens), queued) == ("cancelled", stats.aborted_tokens, None)
+    np.testing.assert_array_equal(begun.tokens, wanted[1][0].tokens[: len(begun.tokens)])
     assert_answers(serve(engine, [SECOND])[0], wanted[1])
 
 
@@ -69,6 +74,30 @@ def test_slots_of_a_cancelled_request_are_free_at_once(engine, wanted):
     assert_answers(asyncio.run(cancelled()), wanted[1])
     assert 2 * 3 <= engine.stats.aborted_tokens <= 2 * 6  # two samples, to the end of the dispatch of three steps
     assert engine.stats.new_tokens == 20 + engine.stats.aborted_tokens
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timeout"])
+def test_every_token_of_a_request_that_ends_early_is_in_the_books(engine, how):
+    """Cancelled, what was written comes back to whoever asked; given up by the fleet, it is booked as late."""
+    ledger, limit = Ledger(), 60.0 if how == "cancelled" else 1e-3
+    fleet = Fleet([engine], FleetOptions(request_timeout_s=limit), None, 0, ledger)
+
+    async def work():
+        async with fleet:
+            asked = asyncio.create_task(fleet.serve(ask(0, 5, 1, new=27)))
+            if how == "cancelled":
+                await until(lambda: engine.stats.new_tokens > 0)
+                asked.cancel()
+            with pytest.raises(EngineError) as caught:
+                await asked
+        return caught.value
+
+    error = asyncio.run(work())
+    assert error.reason == how
+    assert 0 < engine.stats.new_tokens < 27
+    returned = sum(len(part.tokens) for part in error.partial)
+    late = ledger[failed("engine_late")].tokens
+    assert (returned, late) == ((engine.stats.new_tokens, 0) if how == "cancelled" else (0, engine.stats.new_tokens))
 
 
 def test_a_failed_dispatch_reaches_everyone_who_waits(engine, wanted, monkeypatch):

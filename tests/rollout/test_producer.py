@@ -11,6 +11,7 @@ from rlx.metrics.names import check_names
 from rlx.rollout import virtual
 from rlx.rollout.engine import RequestRefused
 from rlx.rollout.fleet import FleetDown
+from rlx.rollout.producer import TooManyFailures
 from rlx.rollout.report import age_shares, take_scalars
 from rlx.rollout.session import EnvironmentFailed
 from rlx.types import StopReason
@@ -164,14 +165,16 @@ def test_a_request_that_no_engine_can_serve_fails_its_sample_alone():
 
 
 def test_without_engines_the_run_ends_with_the_error():
-    world = run(PLAIN, bad_loads={0: dict.fromkeys(range(9), "raises")}, updates=8)
+    world = run(PLAIN, bad_loads={0: dict.fromkeys(range(99), "raises")}, updates=8)
     assert isinstance(world.error, FleetDown)
     assert "cannot load" in str(world.error)
 
 
 def test_too_many_failures_in_a_row_end_the_run_with_the_last():
     world = run(PLAIN, turns=2, failure_limit=4, retries=0, environment_faults=dict.fromkeys(range(99), "raises"))
-    assert isinstance(world.error, EnvironmentFailed)
+    assert isinstance(world.error, TooManyFailures)
+    assert isinstance(world.error.__cause__, EnvironmentFailed)
+    assert "samples in a row failed for good (producer.failure_limit); the last one" in str(world.error)
     assert "the sandbox broke" in str(world.error)
     assert world.ledger["failed/environment_error"].samples >= 4
 
@@ -245,7 +248,7 @@ def test_a_session_at_its_limit_is_graded_on_its_work_so_far():
 
 def test_a_prompt_that_leaves_no_room_fails_its_sample():
     world = run(PLAIN, turns=3, session_token_limit=5, failure_limit=7)
-    assert "no room for a response" in str(world.error)
+    assert "a prompt of 5 tokens leaves no room for a response (producer.session_token_limit)" in str(world.error)
     assert world.ledger["failed/prompt_too_long"].samples >= 7
 
 

@@ -12,7 +12,7 @@ from rlx.rollout.fleet import Fleet, FleetOptions
 from rlx.sync.publisher import Publisher
 from tests.rollout.scripted import ScriptedEngine, written_by
 
-OPTIONS = FleetOptions(request_timeout_s=5.0, load_timeout_s=1.0, repairs=2, backoff_s=0.1)
+OPTIONS = FleetOptions(request_timeout_s=5.0, load_timeout_s=1.0, backoff_s=0.1)
 MODES = ("barrier", "refresh", "drain")
 
 

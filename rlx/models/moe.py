@@ -19,7 +19,9 @@ from rlx.models.weights import Weights, linear_spec, project
 class Routing:
     """What the routers of a model did with the tokens of some rows, padding left out; a leading axis for its layers."""
 
-    choices: Array  # int32 [layers, rows, t, k]
+    choices: Array  # int32 [layers, rows, t, k], by descending score
+    weights: Array  # float32 [layers, rows, t, k], of the choices
+    margin: Array  # float32 [layers, rows, t], between the scores of the last expert chosen and the first one not
     load: Array  # float32 [layers, experts], tokens that chose each
     balance: Array  # float32 [layers], the balancing loss: 1 where experts are used alike
     z: Array  # float32 [layers], the router's z loss
@@ -67,7 +69,7 @@ def forward(
     logits = wide(flat) @ wide(weights.params["router"]["kernel"])
     bias = weights.params["router_bias"] if experts.router.bias else None
     scores = route_scores(experts.router, logits)
-    choices = choose(experts, scores, bias)
+    choices, margin = choose(experts, scores, bias)
     if replayed is not None:
         given = replayed.reshape(choices.shape)
         choices = jnp.where(given >= 0, given, choices)
@@ -76,8 +78,8 @@ def forward(
     if experts.shared_width:
         shared = mlp.forward(Mlp(experts.shared_width, experts.situ), weights.sub("shared"), flat)
         y = y + (shared * jax.nn.sigmoid(project(weights, "shared_gate", flat)) if experts.shared_gated else shared)
-    routing = Routing(choices.reshape(*x.shape[:2], -1), *_statistics(experts, logits, scores, choices, seen))
-    return y.reshape(x.shape), routing
+    by_token = (out.reshape(*x.shape[:2], *out.shape[1:]) for out in (choices, gains, margin))
+    return y.reshape(x.shape), Routing(*by_token, *_statistics(experts, logits, scores, choices, seen))
 
 
 def route_scores(router: Router, logits: Float[Array, "t experts"]) -> Float[Array, "t experts"]:
@@ -86,9 +88,11 @@ def route_scores(router: Router, logits: Float[Array, "t experts"]) -> Float[Arr
 
 def choose(
     experts: Experts, scores: Float[Array, "t experts"], bias: Float[Array, " experts"] | None
-) -> Int[Array, "t k"]:
-    """The top k experts by score and bias; with groups, of the groups whose two best add up to most (DeepSeek-V3,
-    arXiv 2412.19437, section 2.1.2)."""
+) -> tuple[Int[Array, "t k"], Float[Array, " t"]]:
+    """(The top k experts by score and bias, what the last of them is ahead by).
+
+    With groups they are of the groups whose two best add up to most (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
     ranked = jax.lax.stop_gradient(scores if bias is None else scores + wide(bias))
     router = experts.router
     if router.groups > 1:
@@ -96,7 +100,9 @@ def choose(
         best = jax.lax.top_k(by_group, 2)[0].sum(axis=-1)
         kept = jax.nn.one_hot(jax.lax.top_k(best, router.top_groups)[1], router.groups, dtype=bool).any(axis=1)
         ranked = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
-    return jax.lax.top_k(ranked, experts.top_k)[1].astype(jnp.int32)
+    best, choices = jax.lax.top_k(ranked, min(experts.top_k + 1, experts.count))
+    margin = best[:, experts.top_k - 1] - best[:, -1] if experts.top_k < experts.count else jnp.inf * best[:, 0]
+    return choices[:, : experts.top_k].astype(jnp.int32), margin
 
 
 def route_weights(router: Router, scores: Float[Array, "t experts"], choices: Int[Array, "t k"]) -> Float[Array, "t k"]:

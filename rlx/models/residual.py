@@ -45,6 +45,11 @@ def finish(arch: Architecture, params: Params, stream: Stream) -> Float[Array, "
     return _mixed(arch, params, stream, OUTPUT) if isinstance(stream, Bank) else stream
 
 
+def plain(stream: Stream) -> Float[Array, "rows t d"]:
+    """What has been added up since the last snapshot."""
+    return stream.stream if isinstance(stream, Bank) else stream
+
+
 def layer_specs(arch: Architecture) -> Params:
     return {} if arch.residual_block is None else _specs(arch, *PLACES.values())
 

@@ -253,6 +253,25 @@ def prefix_sharing_unsupported_reason(arch: Architecture) -> str | None:
     return f"its layers of kind {' and '.join(kinds)} carry a state from token to token, which cannot be shared"
 
 
+def hidden_states(
+    arch: Architecture,
+    params: Params,
+    tokens: Int[Array, "rows t"],
+    positions: Int[Array, "rows t"],
+    segment_ids: Int[Array, "rows t"],
+) -> list[Float[Array, "rows t d"]]:
+    """The residual stream before the first layer and after each, the last one after the final norm. For checks: layers
+    are run one by one."""
+    rows, stream = packed_rows(arch, positions, segment_ids), residual.start(arch, params["embed"][tokens])
+    states = [residual.plain(stream)]
+    for number, (layer, tree) in enumerate(zip(arch.layers, layer_trees(arch, params["layers"]), strict=True)):
+        mix = lambda w, x, m=layer.mixer: kind(m).forward(m, arch, w, x, rows)  # noqa: E731
+        stream, _, _ = block(arch, layer, Weights(tree, {}, 1.0), stream, number, mix, segment_ids > 0)
+        states.append(residual.plain(stream))
+    hidden = residual.finish(arch, params, stream)
+    return [*states[:-1], normalise(arch.norm, hidden, params["final_norm"], arch.rms_norm_eps)]
+
+
 def layer_trees(arch: Architecture, layers: Params) -> tuple[Params, ...]:
     """The trees of single layers in the model's order, from those of slots."""
     trees: dict[int, Params] = {}

@@ -11,6 +11,7 @@ from rlx import evaluate
 from rlx.checkpoint import Checkpoints
 from rlx.config.errors import ConfigError
 from rlx.config.schema import EvalConfig
+from rlx.evaluation import summarise
 from rlx.metrics.names import check_names
 from rlx.train import train
 from rlx.types import Group, Sample, StopReason, Task, VersionSpan
@@ -40,7 +41,7 @@ def group(source: str, *rewards: float, length: int = 3) -> Group:
 def test_pass_rates_count_attempts_and_pass_at_k_counts_tasks():
     config = EvalConfig(every=0, attempts_per_task=2, temperature=1.0, k=(1, 2), confidence=0.95)
     groups = [group("a", 1.0, 0.0), group("a", 0.0, 0.5, length=5), group("b", 1.0, 1.0)]
-    result = evaluate.summarise(groups, config)
+    result = summarise(groups, config)
     assert (result.pass_rate, result.attempts, result.tasks, result.tokens) == (0.5, 6, 3, 22)
     assert result.pass_at_k == {"1": 0.5, "2": pytest.approx(2 / 3)}
     assert result.by_source == {"a": 0.25, "b": 1.0}
@@ -94,11 +95,11 @@ def test_a_grading_that_failed_is_no_attempt():
     config = EvalConfig(every=0, attempts_per_task=2, temperature=1.0, k=(1, 2), confidence=0.95)
     whole, broken = group("a", 1.0, 0.0), group("a", 1.0, 0.0)
     failed = dataclasses.replace(broken.samples[1], grade={"outcome": "timeout"})
-    result = evaluate.summarise([whole, dataclasses.replace(broken, samples=(broken.samples[0], failed))], config)
+    result = summarise([whole, dataclasses.replace(broken, samples=(broken.samples[0], failed))], config)
     assert (result.attempts, result.failed_gradings, result.pass_rate) == (3, 1, pytest.approx(2 / 3))
     assert result.pass_at_k == {"1": 0.75, "2": 1.0}
     with pytest.raises(ValueError, match="all 1 gradings of the evaluation failed"):
-        evaluate.summarise([dataclasses.replace(broken, samples=(failed,))], config)
+        summarise([dataclasses.replace(broken, samples=(failed,))], config)
 
 
 def test_greedy_evaluation(recipe, summary):

@@ -1,11 +1,11 @@
 """Which tasks a policy sometimes passes, from as few attempts as an error that is stated beforehand needs.
 
 A task is an *edge task* where its pass rate is within a band. Sampling one is an optimal stopping problem: an attempt
-costs `price`, a wrong classification 1, and a beta prior is fitted to all tasks (empirical Bayes), so dynamic programming
-says in which states (passes, attempts) another attempt is worth its price. Every task is sampled until its state says
-stop; then the price falls, until the expected share of misclassified tasks is below the error that was asked for. So a
-task that is clearly hopeless or clearly solved costs a handful of attempts, and one that sits on the band's border is
-left alone rather than sampled for ever.
+costs `price`, a wrong classification 1, and a beta prior is fitted to all tasks (empirical Bayes), so that dynamic
+programming says in which states (passes, attempts) another attempt is worth its price. Every task is sampled until its
+state says stop; then the price falls, until the expected share of misclassified tasks is below the error that was asked
+for. So a task that is clearly hopeless or clearly solved costs a handful of attempts, and one that sits on the band's
+border is left alone rather than sampled for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import scipy.optimize
 import scipy.special
 from jaxtyping import Float, Int
 
@@ -27,7 +26,7 @@ FIRST_PRICE, CHEAPER, LEAST_PRICE = (
     0.8,
     1e-6,
 )  # of an attempt, in misclassified tasks; each price is this x the last
-SAFETY = 0.9  # the expected error is an estimate: it must be this much below the one that was asked for
+OPTIMISM = 1.04  # the prior comes from the same attempts, which makes the posterior a little too sure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,7 @@ def classify(tally: Tally, options: EdgeOptions) -> Verdicts:
     """The most probable classification of every task."""
     prior = fit_prior(tally)
     probability = _in_band(tally.passes, tally.attempts, prior, options)
-    return Verdicts(prior, probability, float(np.mean(np.minimum(probability, 1 - probability))))
+    return Verdicts(prior, probability, OPTIMISM * float(np.mean(np.minimum(probability, 1 - probability))))
 
 
 def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, "tasks"]:
@@ -96,7 +95,7 @@ def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, "tasks"
     verdicts = classify(tally, options)
     room = options.most_attempts - tally.attempts
     price = FIRST_PRICE
-    while verdicts.expected_error > SAFETY * options.error and price > LEAST_PRICE:
+    while verdicts.expected_error > options.error and price > LEAST_PRICE:
         wanted = attempts_worth(price, _on_grid(verdicts.prior), options)[tally.attempts, tally.passes]
         if wanted.any():
             return np.where(wanted > 0, np.minimum(np.maximum(wanted, options.at_once), room), 0)
@@ -124,22 +123,21 @@ def rounds(
 
 
 def fit_prior(tally: Tally) -> tuple[float, float]:
-    """The beta distribution of the tasks' pass rates by maximum marginal likelihood (beta-binomial).
+    """The beta distribution that the tasks' pass rates come from, by their marginal likelihood (beta-binomial).
 
-    A weak pull towards (1, 1) keeps it finite where all tasks were passed or none.
+    The geometric mean of both parameters over a grid, weighed by likelihood and a wide normal prior of their
+    logarithms, which keeps it finite where all tasks were passed or none.
     """
     states, counts = np.unique(np.stack([tally.passes, tally.attempts]), axis=1, return_counts=True)
-    passes, attempts = states
-
-    def loss(log_ab: np.ndarray) -> float:
-        a, b = np.exp(log_ab)
-        likelihood = scipy.special.betaln(a + passes, b + attempts - passes) - scipy.special.betaln(a, b)
-        return -float(counts @ likelihood) + 0.5 * float(np.sum(np.square(log_ab)))
-
-    bound = tuple(math.log(x) for x in PRIOR_BOUNDS)
-    found = scipy.optimize.minimize(loss, np.log([0.5, 0.5]), method="L-BFGS-B", bounds=[bound, bound])
-    a, b = np.exp(found.x)
-    return float(a), float(b)
+    passes, attempts = (row[:, None, None] for row in states)
+    grid = np.arange(math.log(PRIOR_BOUNDS[0]), math.log(PRIOR_BOUNDS[1]), PRIOR_GRID)
+    log_a, log_b = np.meshgrid(grid, grid, indexing="ij")
+    a, b = np.exp(log_a), np.exp(log_b)
+    likelihood = scipy.special.betaln(a + passes, b + attempts - passes) - scipy.special.betaln(a, b)
+    score = np.einsum("s,sab->ab", counts, likelihood) - 0.5 * (log_a**2 + log_b**2)
+    weight = np.exp(score - score.max())
+    mean_a, mean_b = (float(np.sum(weight * x) / np.sum(weight)) for x in (log_a, log_b))
+    return math.exp(mean_a), math.exp(mean_b)
 
 
 @functools.lru_cache(maxsize=512)

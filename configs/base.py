@@ -45,6 +45,7 @@ def get_config() -> ConfigDict:
     c.model.dtype = "float32"  # float32 | bfloat16: weights in memory and matrix products
     c.model.remat = "auto"  # none | products | layer: the backward pass recomputes nothing | all but matrix products
     #                         and attention | whole layers; auto = products where they fit in 2 GiB, else layer
+    c.model.thinking = "off"  # off | low | medium | high: effort that the chat template asks for; planned, not run
     c.model.scan_layers = "auto"  # on: a loop over the update's layers | off: all in one program, faster by a tenth and
     #                               compiled in proportion to their number; auto = off up to 8 layers
 
@@ -61,6 +62,8 @@ def get_config() -> ConfigDict:
     c.tasks.sources = ConfigDict()  # name -> source(...)
     c.tasks.seed = 0  # of generation, the split and the shuffle
     c.tasks.held_out = 200  # tasks kept for evaluation, never trained on
+    c.tasks.train = 0  # tasks trained on, chosen by tasks.seed, 0 = all that are not held out
+    c.tasks.split = ""  # edge.json of `rlx edge`: its tasks are trained on and held out, in place of held_out and train
     c.tasks.system_prompt = ""  # "" = none
     c.tasks.suffix = ""  # appended to every question
 
@@ -220,6 +223,7 @@ def get_config() -> ConfigDict:
     c.eval = ConfigDict()
     c.eval.every = 0  # updates between evaluations, 0 = only before and after
     c.eval.attempts_per_task = 2
+    c.eval.watch_nth = 1  # saved versions between two that `rlx evaluate --watch` tests
     c.eval.temperature = 1.0
     c.eval.k = (1, 2)  # pass@k
     c.eval.confidence = 0.95  # of the Wilson interval
@@ -234,6 +238,14 @@ def get_config() -> ConfigDict:
     c.metrics.samples_every = 5  # updates
     c.metrics.samples_shown = 4
     c.metrics.skip_updates = 3  # updates left out of every rate: they hold compilation
+
+    c.cluster = ConfigDict()  # planned for `rlx diff`; what runs on this machine refuses more than one node
+    c.cluster.trainer_nodes = 1
+    c.cluster.inference_nodes = 0  # 0 = the engines are on the trainer's
+    c.cluster.gpus_per_node = 8
+    c.cluster.trainer_layout = ""  # "TP4 PP3 CP2 DP1 EP8", "" = one device
+    c.cluster.engines = 0  # 0 = as engine.kind and inference.count say
+    c.cluster.engine_layout = ""  # of one engine, "TP16 EP16 DP2", "" = one GPU
 
     c.simulate = ConfigDict()  # `rlx simulate` alone reads it; tokens and seconds
     c.simulate.token_grain = 1  # tokens that one simulated token stands for: more is faster, and rounds lengths

@@ -45,14 +45,14 @@ BASE = "base"
 
 @dataclasses.dataclass(frozen=True)
 class WatchOptions:
-    nth: int = 1  # of the saved versions, the last one always
+    nth: int = 0  # of the saved versions, the last one always; 0 = eval.watch_nth
     attempts: int = 0  # at each task; 0 = eval.attempts_per_task
     poll_s: float = 5.0  # seconds between two looks
     patience_s: float = 0.0  # seconds without anything new after which it gives up; 0 = never
 
     def __post_init__(self) -> None:
-        if self.nth < 1 or self.attempts < 0 or self.poll_s <= 0 or self.patience_s < 0:
-            raise ValueError(f"--nth is at least 1, --attempts and --patience at least 0, --poll above 0, got {self}")
+        if self.nth < 0 or self.attempts < 0 or self.poll_s <= 0 or self.patience_s < 0:
+            raise ValueError(f"--nth, --attempts and --patience at least 0, --poll above 0, got {self}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,10 +102,11 @@ class Watcher:
     def due(self) -> list[int]:
         """Saved checkpoints that should be tested now, oldest first."""
         every, last = self.config.checkpoint.every, self.config.learner.updates
+        nth = self.options.nth or self.config.eval.watch_nth
         return [
             step
             for step in saved_steps(self.run)
-            if step and step not in self.seen and (step == last or (step // every) % self.options.nth == 0)
+            if step and step not in self.seen and (step == last or (step // every) % nth == 0)
         ]
 
     def load(self, step: int) -> Restored | None:
@@ -245,7 +246,9 @@ def main(argv: list[str]) -> int:
         prog="rlx evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--watch", type=Path, required=True, metavar="RUN", help="the run's directory")
-    parser.add_argument("--nth", type=int, default=1, help="test every Nth saved version, and the last (1)")
+    parser.add_argument(
+        "--nth", type=int, default=0, help="test every Nth saved version, and the last (eval.watch_nth)"
+    )
     parser.add_argument("--attempts", type=int, default=0, help="at each held-out task (eval.attempts_per_task)")
     parser.add_argument("--poll", type=float, default=5.0, metavar="S", help="seconds between two looks (5)")
     parser.add_argument("--patience", type=float, default=0.0, metavar="S", help="give up after so long without news")

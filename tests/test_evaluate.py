@@ -39,7 +39,7 @@ def group(source: str, *rewards: float, length: int = 3) -> Group:
 
 
 def test_pass_rates_count_attempts_and_pass_at_k_counts_tasks():
-    config = EvalConfig(every=0, attempts_per_task=2, temperature=1.0, k=(1, 2), confidence=0.95)
+    config = EvalConfig(every=0, attempts_per_task=2, watch_nth=1, temperature=1.0, k=(1, 2), confidence=0.95)
     groups = [group("a", 1.0, 0.0), group("a", 0.0, 0.5, length=5), group("b", 1.0, 1.0)]
     result = summarise(groups, config)
     assert (result.pass_rate, result.attempts, result.tasks, result.tokens) == (0.5, 6, 3, 22)
@@ -92,7 +92,7 @@ def test_more_attempts_narrow_the_interval(recipe, summary):
 
 
 def test_a_grading_that_failed_is_no_attempt():
-    config = EvalConfig(every=0, attempts_per_task=2, temperature=1.0, k=(1, 2), confidence=0.95)
+    config = EvalConfig(every=0, attempts_per_task=2, watch_nth=1, temperature=1.0, k=(1, 2), confidence=0.95)
     whole, broken = group("a", 1.0, 0.0), group("a", 1.0, 0.0)
     failed = dataclasses.replace(broken.samples[1], grade={"outcome": "timeout"})
     result = summarise([whole, dataclasses.replace(broken, samples=(broken.samples[0], failed))], config)

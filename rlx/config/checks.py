@@ -46,16 +46,22 @@ AT_LEAST_ONE = (
     "sft.eval_every",
     "sft.save_every",
     "eval.attempts_per_task",
+    "eval.watch_nth",
     "checkpoint.every",
     "checkpoint.keep",
     "metrics.histograms_every",
     "metrics.samples_every",
+    "cluster.gpus_per_node",
 )
 NOT_NEGATIVE = (
     "run.seed",
     "lora.rank",
     "tasks.seed",
     "tasks.held_out",
+    "tasks.train",
+    "cluster.trainer_nodes",
+    "cluster.inference_nodes",
+    "cluster.engines",
     "rollout.head_size",
     "learner.row_targets",
     "learner.warmup_updates",
@@ -99,6 +105,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _sft,
         _eval,
         _simulate,
+        *(() if simulated else (_planned,)),
     )
     used = [s for s in (*ranges, *sections) if not (simulated and s in (_model, _tasks, _sft))]
     problems = [problem for section in used for problem in section(config)]
@@ -215,7 +222,7 @@ def _tasks(config: Config) -> list[str]:
             why = "the name of a source is part of metric names: letters, digits, _ and -, and neither low nor high"
             problems.append(_said(f"tasks.sources.{name}", name, why))
     total = sum(source.size for source in sources.values())
-    if all(source.dataset for source in sources.values()) and tasks.held_out >= total:
+    if not tasks.split and all(source.dataset for source in sources.values()) and tasks.held_out >= total:
         problems.append(_said("tasks.held_out", tasks.held_out, f"leaves none of the {total} tasks to train on"))
     return problems
 
@@ -365,3 +372,19 @@ def _simulate(config: Config) -> list[str]:
 def _repeated(values: Iterable[Any]) -> list[str]:
     values = list(values)
     return sorted({str(value) for value in values if values.count(value) > 1})
+
+
+def _planned(config: Config) -> list[str]:
+    """What is there to be planned, compared and simulated, and not to run on this machine."""
+    cluster, problems = config.cluster, []
+    if cluster.planned:
+        shown = f"{cluster.trainer_nodes} + {cluster.inference_nodes} nodes, {cluster.trainer_layout or 'one device'}"
+        problems.append(
+            f"config.cluster: the recipe is planned for {shown}, which this program does not run; `rlx diff` and "
+            "`rlx simulate` read it. To train here start from configs/base.py"
+        )
+    if config.model.thinking != "off":
+        problems.append(
+            _said("model.thinking", config.model.thinking, "prompts are rendered without thinking here; set 'off'")
+        )
+    return problems

@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from rlx.config.cluster import ClusterConfig
 from rlx.config.inference import AuditConfig, InferenceConfig
 from rlx.config.objective import ObjectiveConfig
 from rlx.config.simulation import SimulateConfig
@@ -44,6 +45,7 @@ class ModelConfig:
     path: str  # a Hugging Face directory
     dtype: Literal["float32", "bfloat16"]  # of the weights in memory and of the matrix products
     remat: Literal["auto", "none", "products", "layer"]  # activation recomputation in the update
+    thinking: Literal["off", "low", "medium", "high"]  # effort that the chat template asks for; planned, not run
     scan_layers: Literal["auto", "on", "off"]  # the update's layers in a loop, or one after the other
 
 
@@ -74,6 +76,8 @@ class TasksConfig:
     sources: dict[str, TaskSourceConfig]
     seed: int
     held_out: int  # tasks kept for evaluation, over all sources in proportion to their weights
+    train: int  # tasks trained on, 0 = all that are not held out
+    split: str  # edge.json of `rlx edge`, whose tasks are trained on and held out; "" = held_out of all tasks
     system_prompt: str
     suffix: str  # appended to every question
 
@@ -178,6 +182,7 @@ class SftConfig:
 class EvalConfig:
     every: int
     attempts_per_task: int
+    watch_nth: int  # saved versions between two that `rlx evaluate --watch` tests
     temperature: float
     k: tuple[int, ...]
     confidence: float
@@ -216,4 +221,5 @@ class Config:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+    cluster: ClusterConfig
     simulate: SimulateConfig

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import pathlib
 import random
+from collections.abc import Sequence
 
 from rlx.config.schema import TasksConfig
 from rlx.envs.extract import normalise_text
@@ -29,6 +32,8 @@ def build_tasks(config: TasksConfig) -> tuple[list[Task], list[Task]]:
         check_source(name, config.sources[name])
     sources = {name: read_source(name, config.sources[name], config.seed) for name in sorted(config.sources)}
     distinct = distinct_tasks(sources)
+    if config.split:
+        return read_split(config.split, [task for tasks in distinct.values() for task in tasks])
     shares = held_out_shares(config, {name: len(tasks) for name, tasks in distinct.items()})
     train: list[Task] = []
     held_out: list[Task] = []
@@ -36,7 +41,38 @@ def build_tasks(config: TasksConfig) -> tuple[list[Task], list[Task]]:
         chosen = set(random.Random(f"{config.seed}/{name}/held out").sample(range(len(tasks)), shares[name]))
         for index, task in enumerate(tasks):
             (held_out if index in chosen else train).append(task)
-    return train, held_out
+    return _at_most(train, config), held_out
+
+
+def _at_most(train: list[Task], config: TasksConfig) -> list[Task]:
+    """`config.train` of the tasks, in their order."""
+    if not config.train or config.train >= len(train):
+        return train
+    chosen = random.Random(f"{config.seed}/train").sample(range(len(train)), config.train)
+    return [train[index] for index in sorted(chosen)]
+
+
+def read_split(path: str, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+    """(train, held_out) as `rlx edge` chose them; held out are the similar and the new ones.
+
+    Raises:
+        ValueError: no such file, none of its kind, or it names tasks that the sources do not have.
+    """
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"tasks.split = {path!r}: there is no such file; `rlx edge` writes one")
+    split = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    parts = ("train", "held_out_similar", "held_out_new")
+    if not isinstance(split, dict) or not all(isinstance(split.get(part), list) for part in parts):
+        raise ValueError(f"tasks.split = {path!r} is no split: it has no lists {', '.join(parts)}")
+    known = {task.id: task for task in tasks}
+    unknown = [name for part in parts for name in split[part] if name not in known]
+    if unknown:
+        raise ValueError(
+            f"tasks.split = {path!r} names {len(unknown)} tasks that tasks.sources does not have, such as "
+            f"{unknown[0]!r}: it was made with other sources or another tasks.seed"
+        )
+    train, similar, new = ([known[name] for name in split[part]] for part in parts)
+    return train, similar + new
 
 
 def distinct_tasks(sources: dict[str, list[Task]]) -> dict[str, list[Task]]:

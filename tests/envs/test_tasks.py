@@ -21,7 +21,8 @@ def file(path, rows, weight=1.0):
 
 
 def config(held_out=0, seed=0, **sources):
-    return TasksConfig(sources=sources, seed=seed, held_out=held_out, system_prompt="", suffix="")
+    texts = {"system_prompt": "", "suffix": "", "split": ""}
+    return TasksConfig(sources=sources, seed=seed, held_out=held_out, train=0, **texts)
 
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
@@ -113,3 +114,36 @@ def test_shares_sum_to_the_total_and_are_within_one_of_the_weights(total, weight
     shares = apportion(total, named)
     assert sum(shares.values()) == total
     assert all(abs(shares[k] - total * w / sum(weights)) < 1 + 1e-6 for k, w in named.items())
+
+
+def test_fewer_tasks_to_train_on_are_some_of_the_same():
+    made = config(5, a=dataset(max_digits=3))
+    train, held_out = build_tasks(made)
+    fewer, same = build_tasks(dataclasses.replace(made, train=7))
+    assert (len(fewer), same) == (7, held_out)
+    assert {t.id for t in fewer} < {t.id for t in train}
+
+
+def test_a_split_says_what_is_trained_on_and_held_out(tmp_path):
+    made = config(5, a=dataset(max_digits=3))
+    ids = [t.id for t in build_tasks(made)[0]]
+    file = tmp_path / "edge.json"
+    file.write_text(json.dumps({"train": ids[:3], "held_out_similar": ids[3:4], "held_out_new": ids[4:6]}))
+    train, held_out = build_tasks(dataclasses.replace(made, split=str(file)))
+    assert ([t.id for t in train], [t.id for t in held_out]) == (ids[:3], ids[3:6])
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "no such file; `rlx edge` writes one"),
+        ({"train": []}, "is no split"),
+        ({"train": ["nobody/1"], "held_out_similar": [], "held_out_new": []}, "such as 'nobody/1'"),
+    ],
+)
+def test_a_wrong_split_says_so(tmp_path, content, words):
+    file = tmp_path / "edge.json"
+    if content is not None:
+        file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        build_tasks(dataclasses.replace(config(5, a=dataset(max_digits=3)), split=str(file)))

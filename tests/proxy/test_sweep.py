@@ -46,7 +46,7 @@ def test_a_name_must_tell_runs_apart():
 
 def test_an_axis_is_a_setting():
     assert command.axis("producer.max_policy_lag=1,4") == ("producer.max_policy_lag", ["1", "4"])
-    with pytest.raises(ConfigError, match="no such key; the nearest is config.producer.max_policy_lag"):
+    with pytest.raises(ConfigError, match=r"no such key; the nearest is config.producer.max_policy_lag"):
         command.axis("producer.max_policy_lagg=1")
     with pytest.raises(ConfigError, match="give values"):
         command.axis("max_policy_lag=")

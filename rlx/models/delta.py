@@ -43,8 +43,10 @@ def specs(mixer: DeltaNet, arch: Architecture) -> Params:
             "g_proj": (values, "recurrent_value"),
         },
     }[mixer.form]
+    parts = {"in_proj_qkv": (("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values))}
     projections = {
-        name: linear_spec(arch.hidden_size, width, ("embed", axis)) for name, (width, axis) in widths.items()
+        name: linear_spec(arch.hidden_size, width, ("embed", axis), parts=parts.get(name, ()))
+        for name, (width, axis) in widths.items()
     }
     return projections | {
         "conv1d": ParamSpec((2 * keys + values, mixer.conv_width), ("recurrent_qkv", "tap"), "normal"),

@@ -10,6 +10,7 @@ A publication reaches every engine in service; one that misses it is ejected, an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from rlx.rollout.fleet import Fleet, Member
@@ -19,16 +20,23 @@ DRAINED_SHARE = 4  # of the engines in service, one in so many drains at a time,
 
 
 class Publisher:
-    """Use one for a fleet. `publish` returns when the engines serve the version; `drain` returns at once."""
+    """Use one for a fleet. `publish` returns when the engines serve the version; `drain` returns at once.
 
-    def __init__(self, fleet: Fleet, mode: Mode):
-        self.fleet, self.mode = fleet, mode
+    Args:
+      prepare: makes of the weights what engines load, once for all of them, before any of them is touched: what cannot
+        be published raises there, and the version before goes on being served.
+    """
+
+    def __init__(self, fleet: Fleet, mode: Mode, prepare: Callable[[Any, int], Awaitable[Any]] | None = None):
+        self.fleet, self.mode, self._prepare = fleet, mode, prepare
         self._drain: asyncio.Task[None] | None = None
 
     async def publish(self, weights: Any, version: int) -> None:
-        """Raises ValueError for a version that is not newer."""
+        """Raises ValueError for a version that is not newer, and what `prepare` raises."""
         if version <= self.fleet.version:
             raise ValueError(f"version {version} is not newer than {self.fleet.version}, which was published")
+        if self._prepare is not None:
+            weights = await self._prepare(weights, version)
         self.fleet.weights, self.fleet.version = weights, version
         if self.mode == "drain":
             if self._drain is not None and self._drain.done():

@@ -1,0 +1,194 @@
+"""From the trainer's weights to what engines serve: staged once, delivered to each engine, checked, or not served.
+
+    bridge = Bridge(Staging(...), Disk)
+    engine = SglangEngine(server, options, bridge.link(), version=0)
+    publisher = Publisher(fleet, "refresh", prepare=bridge.prepare)
+
+A delivery pauses the engine (running requests are retracted and keep what they have), loads, flushes the prefix cache,
+compares the checksum of every served tensor, and lets it go on. One that fails leaves the engine paused: nothing is
+served from it until a whole delivery has succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rlx.rollout.engine import EngineError
+from rlx.rollout.sglang_http import SglangHttp
+from rlx.rollout.sglang_requests import version_label
+from rlx.sync.manifest import MAX_NAMED, StagingError, check_files
+from rlx.sync.staging import Staged, Staging, prune
+
+CONTROL_S = 60.0  # for a call that moves no weights
+
+
+class Transport(Protocol):
+    """How the files of a staged version get into one engine."""
+
+    async def connect(self, http: SglangHttp) -> None:
+        """What can be done while the engine still generates. Raises EngineError."""
+        ...
+
+    async def deliver(self, http: SglangHttp, staged: Staged, files: Sequence[str]) -> None:
+        """The engine, which is paused, has all tensors of `files` when this returns, is labelled with the version, and
+        has no cached prefix. Raises EngineError; then it may have any part of them."""
+        ...
+
+    async def forget(self) -> None:
+        """Give up what outlasts a delivery: the engine failed, restarted, or is no longer needed."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Of one delivery. idle: the engine generated nothing; deliver and check are in it."""
+
+    deliver: float
+    check: float
+    idle: float
+
+
+class Bridge:
+    """Use one for a fleet, from one event loop.
+
+    Args:
+      transport: makes an engine's own.
+      check: compare the checksums of what each engine serves after each delivery. Costs the engine a pass over its
+        weights; without it only names, shapes and sizes are checked, on the way out.
+      keep: versions left in the staging directory beside those that an engine has.
+    """
+
+    def __init__(self, staging: Staging, transport: Callable[[], Transport], *, check: bool = True, keep: int = 2):
+        self.staging, self.transport, self.check, self.keep = staging, transport, check, keep
+        self.stage_seconds = 0.0  # of the last `prepare`
+        self._links: list[Link] = []
+        self._staging = asyncio.Lock()
+        self._staged: Staged | None = None
+
+    def link(self) -> Link:
+        """The loader of one engine (`rlx.rollout.sglang.Loader`)."""
+        link = Link(self, self.transport())
+        self._links.append(link)
+        return link
+
+    async def prepare(self, weights: Any, version: int) -> Staged:
+        """`weights` staged as `version`; no engine is touched. What is staged already is returned as it is.
+
+        Raises StagingError for weights that must not be served, OSError where they cannot be written.
+        """
+        if isinstance(weights, Staged):
+            return weights
+        async with self._staging:
+            if self._staged is None or self._staged.version != version:
+                began = time.monotonic()
+                staged = await asyncio.to_thread(self.staging.stage, weights, version)
+                if staged is None:
+                    raise RuntimeError("only the first process of a run has engines to publish to")
+                self._staged, self.stage_seconds = staged, time.monotonic() - began
+            return self._staged
+
+    async def close(self) -> None:
+        await asyncio.gather(*(link.transport.forget() for link in self._links))
+
+    def tidy(self) -> None:
+        """Remove what no engine needs. While one has not loaded yet, it may serve any of them: nothing is removed."""
+        if all(link.served is not None or link.loading is not None for link in self._links):
+            in_use = [staged for link in self._links for staged in (link.served, link.loading) if staged is not None]
+            prune(self.staging.directory, {staged.path for staged in in_use}, self.keep)
+
+
+class Link:
+    """One engine's end of the bridge: `await link(http, weights, version)`.
+
+    served: what the engine certainly has, whole; None before the first delivery and after one that failed.
+    """
+
+    def __init__(self, bridge: Bridge, transport: Transport):
+        self.bridge, self.transport = bridge, transport
+        self.served: Staged | None = None
+        self.loading: Staged | None = None
+        self.seconds: Seconds | None = None  # of the last delivery
+
+    async def __call__(self, http: SglangHttp, weights: Any, version: int, /) -> None:
+        """Raises EngineError where the engine does not serve `weights` as `version` now. None: there is no adapter."""
+        try:
+            staged = await self.bridge.prepare(weights, version)
+        except (StagingError, OSError) as error:
+            raise EngineError(f"version {version} is not published: {error}", reason="staging") from error
+        self.loading = staged
+        try:
+            await self._load(http, staged)
+        except BaseException:
+            self.served = None
+            await self._give_up(http)
+            raise
+        finally:
+            self.loading = None
+        self.served = staged
+        await asyncio.to_thread(self.bridge.tidy)
+
+    async def _load(self, http: SglangHttp, staged: Staged) -> None:
+        files = await self._needed(http, staged)
+        self.served = None  # from here on it may have a part of each version
+        try:
+            await asyncio.to_thread(check_files, staged.path, staged.manifest, files)
+        except StagingError as error:
+            raise EngineError(str(error), reason="staging") from error
+        await self.transport.connect(http)
+        paused = time.monotonic()
+        await http.command("/pause_generation", {"mode": "retract"}, timeout_s=CONTROL_S)
+        began = time.monotonic()
+        if files:
+            await self.transport.deliver(http, staged, files)
+        else:  # every tensor is as it was
+            relabel = {"new_version": version_label(staged.version), "abort_all_requests": False}
+            await http.command("/update_weight_version", relabel, timeout_s=CONTROL_S)
+        delivered = time.monotonic()
+        await check_label(http, staged.version)
+        if self.bridge.check:
+            await check_served(http, staged.manifest.served)
+        checked = time.monotonic()
+        await http.command("/continue_generation", {}, timeout_s=CONTROL_S)
+        self.seconds = Seconds(delivered - began, checked - delivered, time.monotonic() - paused)
+
+    async def _needed(self, http: SglangHttp, staged: Staged) -> list[str]:
+        """Files whose tensors the engine does not have. All of them, unless it is known what it has."""
+        had = self.served
+        if had is not None and await label(http) != version_label(had.version):
+            await self.transport.forget()  # another process answers at this address
+            had = None
+        known = set() if had is None else set(had.digests.values())
+        return [file for file in staged.manifest.files if staged.digests[file] not in known]
+
+    async def _give_up(self, http: SglangHttp) -> None:
+        """The engine stays paused; what it was asked ends here, and is asked elsewhere."""
+        with contextlib.suppress(EngineError):
+            await http.command("/abort_request", {"abort_all": True, "rid": ""}, timeout_s=CONTROL_S)
+        await self.transport.forget()
+
+
+async def label(http: SglangHttp) -> str:
+    """What the server says that its weights are."""
+    return str((await http.get("/model_info")).get("weight_version"))
+
+
+async def check_label(http: SglangHttp, version: int) -> None:
+    """Raises EngineError where the server would write another version beside its tokens."""
+    found = await label(http)
+    if found != version_label(version):
+        raise EngineError(f"{http.server.url} calls its weights {found!r} after loading {version}", reason="version")
+
+
+async def check_served(http: SglangHttp, expected: Mapping[str, str]) -> None:
+    """Raises EngineError where what the server has is not what was staged, tensor by tensor."""
+    answer = await http.command("/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S)
+    found = answer["ranks"][0]["checksums"]
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        said = f"{len(wrong)} of {len(expected)} tensors differ from what was staged: {', '.join(wrong[:MAX_NAMED])}"
+        raise EngineError(f"{http.server.url}: {said}", reason="checksum")

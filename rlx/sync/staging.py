@@ -1,0 +1,253 @@
+"""Versions as directories: each a whole Hugging Face checkpoint with a manifest, written once, whole or not at all.
+
+Every transport takes its tensors from there, so what an engine gets was complete, finite and checksummed before the
+engine heard of it. For `disk` the directory is on a file system that the engines share and is synced before it has its
+name; for the others it may be memory (/dev/shm).
+
+A file is what is sent at once. One whose tensors the version before has too is not written again but linked: arrays
+that two versions share are known by their identity, as LoRA's merge leaves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx.models.files import write_json
+from rlx.models.hf import hf_tensors, to_hf
+from rlx.models.hf_config import architecture_config
+from rlx.models.spec import Architecture, Params
+from rlx.sync.manifest import ITEMSIZE, SERVED_DIGITS, Entry, Manifest, header
+from rlx.sync.naming import served_layout_unsupported_reason, served_parts, served_shape
+from rlx.sync.tensors import Leaves, check_params, host_tensors
+
+BUCKET_BYTES = 256 << 20
+HASHERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A version that is ready to be sent. Files of equal digests hold equal tensors."""
+
+    path: Path
+    manifest: Manifest
+    digests: Mapping[str, str]
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+
+class Staging:
+    """The staged versions of one run.
+
+    Args:
+      directory: theirs alone. What an earlier process left unfinished in it is removed.
+      dtype: in which the tensors travel: the engines' own, so that what they serve has the manifest's checksums.
+      bucket_bytes: of a file, where no single tensor is larger.
+      durable: synced to the disk before a version has its name.
+    """
+
+    def __init__(
+        self, directory: Path, arch: Architecture, dtype: str, *, bucket_bytes: int = BUCKET_BYTES, durable: bool = True
+    ):
+        if dtype not in ITEMSIZE:
+            raise ValueError(f"weights travel as {', '.join(ITEMSIZE)}, not as {dtype!r}")
+        self.directory, self.arch, self.dtype = directory, arch, dtype
+        self.bucket_bytes, self.durable = bucket_bytes, durable
+        self.written_bytes = 0  # by the last `stage`
+        self._last: tuple[Staged, Leaves] | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+        for left in directory.glob(".v*"):
+            shutil.rmtree(left)
+
+    def stage(self, params: Params, version: int) -> Staged | None:
+        """Writes `params` as `version`. On several hosts every process calls it; the first one writes, others get None.
+
+        Raises StagingError for weights that must not be served, OSError where the disk is full or not there.
+        """
+        check_params(self.arch, params)
+        linked, moved = self._shared(params)
+        kept = {name for file in linked for name in self._last[0].manifest.names(file)} if self._last else set()
+        written = [name for name in hf_tensors(self.arch) if name not in kept]
+        # What did not change and what did are in files of their own: next time the former can be linked.
+        groups = [n for n in written if n not in moved], [n for n in written if n in moved]
+        files = [names for group in groups for names in self._plan(group)]
+        sources = dict(to_hf(self.arch, params))
+        ordered = ((name, sources.pop(name)) for names in files for name in names)
+        arrays = host_tensors(ordered, jnp.dtype(self.dtype))
+        if jax.process_index():
+            for _ in arrays:
+                continue
+            return None
+        staged = self._write(version, linked, files, arrays)
+        self._last = staged, Leaves(params)
+        return staged
+
+    def _shared(self, params: Params) -> tuple[list[str], set[str]]:
+        """Files of the last version that can be linked, and the names of all tensors that may have changed."""
+        tensors = hf_tensors(self.arch)
+        if self._last is None or not self._last[0].path.is_dir():
+            return [], set(tensors)
+        staged, leaves = self._last
+        paths = leaves.changed(params)
+        moved = {name for name, tensor in tensors.items() if tensor.path in paths}
+        return [file for file in staged.manifest.files if moved.isdisjoint(staged.manifest.names(file))], moved
+
+    def _plan(self, names: Sequence[str]) -> list[list[str]]:
+        """Names by file; a file exceeds `bucket_bytes` only by a single tensor."""
+        tensors, itemsize = hf_tensors(self.arch), ITEMSIZE[self.dtype]
+        files: list[list[str]] = []
+        filled = self.bucket_bytes
+        for name in names:
+            size = itemsize * int(np.prod(tensors[name].shape))
+            if not files or filled + size > self.bucket_bytes:
+                files.append([])
+                filled = 0
+            files[-1].append(name)
+            filled += size
+        return files
+
+    def _write(
+        self,
+        version: int,
+        linked: Sequence[str],
+        files: Sequence[Sequence[str]],
+        arrays: Iterator[tuple[str, np.ndarray[Any, Any]]],
+    ) -> Staged:
+        shapes = {name: tensor.shape for name, tensor in hf_tensors(self.arch).items()}
+        with _new_directory(self.directory, version, self.durable) as (out, path), ThreadPoolExecutor(HASHERS) as pool:
+            entries: dict[str, Entry] = {}
+            for file in linked:
+                previous = self._last[0] if self._last else None
+                assert previous is not None  # nothing is linked otherwise
+                os.link(previous.path / file, out / file)
+                entries |= {name: previous.manifest.tensors[name] for name in previous.manifest.names(file)}
+            for i, names in enumerate(files):
+                file = f"model-{version:08d}-{i:05d}.safetensors"
+                entries |= _write_file(
+                    out / file, {n: shapes[n] for n in names}, self.dtype, arrays, pool, self.durable
+                )
+            sizes = {entry.file: (out / entry.file).stat().st_size for entry in entries.values()}
+            served = _served(out, entries, self.dtype, pool)
+            manifest = Manifest(version, self.dtype, sizes, entries, served)
+            manifest.write(out)
+            write_json(out / "config.json", architecture_config(self.arch, self.dtype))
+            weight_map = {name: entry.file for name, entry in entries.items()}
+            index = {"metadata": {"total_size": manifest.nbytes}, "weight_map": weight_map}
+            write_json(out / "model.safetensors.index.json", index)
+        self.written_bytes = sum(size for file, size in sizes.items() if file not in linked)
+        return Staged(path, manifest, manifest.digests())
+
+
+def prune(directory: Path, needed: set[Path], keep: int) -> list[Path]:
+    """Removes versions that are neither `needed` nor among the newest `keep`; returns them.
+
+    Files that a newer version shares stay: they are linked.
+    """
+    versions = sorted(path for path in directory.glob("v*") if path.is_dir())
+    old = [path for path in versions[: len(versions) - keep] if path not in needed] if keep else []
+    for path in old:
+        shutil.rmtree(path)
+    return old
+
+
+@contextlib.contextmanager
+def _new_directory(parent: Path, version: int, durable: bool) -> Iterator[tuple[Path, Path]]:
+    """An empty directory and the path that it has when the block ends; removed when it raises."""
+    path, again = parent / f"v{version:08d}", 0
+    while path.exists():  # a resumed run comes to a version for the second time; engines may still read the first
+        again += 1
+        path = parent / f"v{version:08d}.{again}"
+    out = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=parent))
+    try:
+        yield out, path
+        out.chmod(0o755)  # mkdtemp makes it for the owner alone; engines may run as others
+        if durable:
+            for name in ("manifest.json", "config.json", "model.safetensors.index.json"):
+                _sync(out / name)
+            _sync(out)
+        os.rename(out, path)
+        if durable:
+            _sync(parent)
+    except BaseException:
+        shutil.rmtree(out)
+        raise
+
+
+def _write_file(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    arrays: Iterator[tuple[str, np.ndarray[Any, Any]]],
+    pool: ThreadPoolExecutor,
+    durable: bool,
+) -> dict[str, Entry]:
+    """Writes the next len(shapes) of `arrays`, hashed while the following ones are on their way."""
+    placed: dict[str, tuple[int, Future[str]]] = {}
+    with path.open("wb") as file:
+        file.write(header(dtype, shapes))
+        for name in shapes:
+            found, array = next(arrays)
+            assert found == name  # both are the plan's order
+            content = memoryview(array.reshape(-1).view(np.uint8))
+            placed[name] = file.tell(), pool.submit(_sha256, content)
+            file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    return {name: Entry(path.name, at, shapes[name], done.result()) for name, (at, done) in placed.items()}
+
+
+def _served(out: Path, entries: Mapping[str, Entry], dtype: str, pool: ThreadPoolExecutor) -> dict[str, str]:
+    """What a server of one rank reports when it serves these tensors; {} where its layout is not known."""
+    if served_layout_unsupported_reason(entries) is not None:
+        return {}
+    files = {entry.file: np.memmap(out / entry.file, np.uint8, "r") for entry in entries.values()}
+
+    def checksum(names: Sequence[str]) -> str:
+        alone = entries[names[0]]
+        if len(names) == 1 and served_shape(names[0], alone.shape) == alone.shape:
+            return alone.checksum[:SERVED_DIGITS]
+        digest = hashlib.sha256()
+        for name in names:
+            entry = entries[name]
+            end = entry.offset + ITEMSIZE[dtype] * int(np.prod(entry.shape))
+            digest.update(_padded(files[entry.file][entry.offset : end], entry.shape, served_shape(name, entry.shape)))
+        return digest.hexdigest()[:SERVED_DIGITS]
+
+    parts = served_parts(entries)
+    return dict(zip(parts, pool.map(checksum, parts.values())))
+
+
+def _padded(content: np.ndarray[Any, Any], shape: tuple[int, ...], served: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Bytes of a tensor of `shape` with zeros behind its rows and columns, up to `served`."""
+    if served == shape:
+        return content
+    rows = content.reshape(shape[0], -1)
+    columns = rows.shape[1] // shape[-1] * served[-1]
+    return np.ascontiguousarray(np.pad(rows, ((0, served[0] - shape[0]), (0, columns - rows.shape[1]))))
+
+
+def _sha256(content: memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

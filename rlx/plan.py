@@ -76,10 +76,10 @@ def lines(config: Config, found: Plan) -> list[str]:
     """For people."""
     arch = read_config(config.model.path)
     rank = config.lora.rank
-    total, active = _short(found.total_parameters), _short(found.active_parameters)
+    total, active = (_short(n) for n in (found.total_parameters, found.active_parameters))
     said = [
-        f"{config.model.path}: {arch.model_type}, {arch.num_layers} layers, {total} parameters, {active} of them active "
-        "for a token, the output head left out",
+        f"{config.model.path}: {arch.model_type}, {arch.num_layers} layers, {total} parameters, {active} of them "
+        "active for a token, the output head left out",
         f"trainable: {_short(found.trainable_parameters)}, {found.trainable_share:.2%} of it"
         + (f" (LoRA of rank {rank}, routed experts {config.lora.experts})" if rank else " (every parameter)"),
     ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -25,10 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx.models.description import Architecture, Params
 from rlx.models.files import write_json
-from rlx.models.hf import hf_tensors, to_hf
+from rlx.models.hf import to_hf
 from rlx.models.hf_config import architecture_config
-from rlx.models.spec import Architecture, Params
+from rlx.models.hf_names import hf_tensors
 from rlx.sync.manifest import ITEMSIZE, SERVED_DIGITS, Entry, Manifest, header
 from rlx.sync.naming import served_layout_unsupported_reason, served_parts, served_shape
 from rlx.sync.tensors import Leaves, check_params, host_tensors
@@ -68,6 +70,7 @@ class Staging:
         self.directory, self.arch, self.dtype = directory, arch, dtype
         self.bucket_bytes, self.durable = bucket_bytes, durable
         self.written_bytes = 0  # by the last `stage`
+        self._tensors = hf_tensors(arch)
         self._last: tuple[Staged, Leaves] | None = None
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".v*"):
@@ -81,12 +84,12 @@ class Staging:
         check_params(self.arch, params)
         linked, moved = self._shared(params)
         kept = {name for file in linked for name in self._last[0].manifest.names(file)} if self._last else set()
-        written = [name for name in hf_tensors(self.arch) if name not in kept]
+        written = [name for name in self._tensors if name not in kept]
         # What did not change and what did are in files of their own: next time the former can be linked.
         groups = [n for n in written if n not in moved], [n for n in written if n in moved]
         files = [names for group in groups for names in self._plan(group)]
-        sources = dict(to_hf(self.arch, params))
-        ordered = ((name, sources.pop(name)) for names in files for name in names)
+        # Slices are made when they are asked for: all at once they would be the model a second time.
+        ordered = (pair for group in groups for pair in _only(to_hf(self.arch, params), set(group)))
         arrays = host_tensors(ordered, jnp.dtype(self.dtype))
         if jax.process_index():
             for _ in arrays:
@@ -98,21 +101,20 @@ class Staging:
 
     def _shared(self, params: Params) -> tuple[list[str], set[str]]:
         """Files of the last version that can be linked, and the names of all tensors that may have changed."""
-        tensors = hf_tensors(self.arch)
         if self._last is None or not self._last[0].path.is_dir():
-            return [], set(tensors)
+            return [], set(self._tensors)
         staged, leaves = self._last
         paths = leaves.changed(params)
-        moved = {name for name, tensor in tensors.items() if tensor.path in paths}
+        moved = {name for name, tensor in self._tensors.items() if tensor.path in paths}
         return [file for file in staged.manifest.files if moved.isdisjoint(staged.manifest.names(file))], moved
 
     def _plan(self, names: Sequence[str]) -> list[list[str]]:
         """Names by file; a file exceeds `bucket_bytes` only by a single tensor."""
-        tensors, itemsize = hf_tensors(self.arch), ITEMSIZE[self.dtype]
+        itemsize = ITEMSIZE[self.dtype]
         files: list[list[str]] = []
         filled = self.bucket_bytes
         for name in names:
-            size = itemsize * int(np.prod(tensors[name].shape))
+            size = itemsize * int(np.prod(self._tensors[name].shape))
             if not files or filled + size > self.bucket_bytes:
                 files.append([])
                 filled = 0
@@ -127,7 +129,7 @@ class Staging:
         files: Sequence[Sequence[str]],
         arrays: Iterator[tuple[str, np.ndarray[Any, Any]]],
     ) -> Staged:
-        shapes = {name: tensor.shape for name, tensor in hf_tensors(self.arch).items()}
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         with _new_directory(self.directory, version, self.durable) as (out, path), ThreadPoolExecutor(HASHERS) as pool:
             entries: dict[str, Entry] = {}
             for file in linked:
@@ -135,8 +137,8 @@ class Staging:
                 assert previous is not None  # nothing is linked otherwise
                 os.link(previous.path / file, out / file)
                 entries |= {name: previous.manifest.tensors[name] for name in previous.manifest.names(file)}
-            for i, names in enumerate(files):
-                file = f"model-{version:08d}-{i:05d}.safetensors"
+            unused = (f for i in itertools.count() if (f := f"model-{version:08d}-{i:05d}.safetensors") not in linked)
+            for names, file in zip(files, unused):
                 entries |= _write_file(
                     out / file, {n: shapes[n] for n in names}, self.dtype, arrays, pool, self.durable
                 )
@@ -150,6 +152,10 @@ class Staging:
             write_json(out / "model.safetensors.index.json", index)
         self.written_bytes = sum(size for file, size in sizes.items() if file not in linked)
         return Staged(path, manifest, manifest.digests())
+
+
+def _only(tensors: Iterator[tuple[str, Any]], names: set[str]) -> Iterator[tuple[str, Any]]:
+    return ((name, array) for name, array in tensors if name in names)
 
 
 def prune(directory: Path, needed: set[Path], keep: int) -> list[Path]:
@@ -197,7 +203,7 @@ def _write_file(
 ) -> dict[str, Entry]:
     """Writes the next len(shapes) of `arrays`, hashed while the following ones are on their way."""
     placed: dict[str, tuple[int, Future[str]]] = {}
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         file.write(header(dtype, shapes))
         for name in shapes:
             found, array = next(arrays)

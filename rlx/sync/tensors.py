@@ -16,7 +16,8 @@ import numpy as np
 from flax import traverse_util
 from jax.experimental import multihost_utils
 
-from rlx.models.spec import Architecture, Params, param_specs
+from rlx.models.description import Architecture, Params
+from rlx.models.spec import param_specs
 from rlx.sync.manifest import MAX_NAMED, StagingError
 
 AHEAD = 4  # tensors whose way to the host begins before they are asked for

@@ -49,6 +49,9 @@ def get_config() -> ConfigDict:
     c.model.scan_layers = "auto"  # on: a loop over the update's layers | off: all in one program, faster by a tenth and
     #                               compiled in proportion to their number; auto = off up to 8 layers
 
+    c.model.balance_loss = 0.0  # mixtures of experts: coefficient of the loss that evens their load out, 0 in RL
+    c.model.router_z_loss = 0.0  # mixtures of experts: coefficient of the loss that keeps router logits small, 0 in RL
+
     c.lora = ConfigDict()
     c.lora.rank = 16  # 0 = train every parameter
     c.lora.alpha = 32.0  # the update is scaled by alpha / rank

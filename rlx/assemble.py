@@ -17,6 +17,7 @@ from rlx.config.schema import Config, LoraConfig
 from rlx.data.packing import PackedBatch, PackingConfig
 from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
+from rlx.learner.routing import RouterLosses
 from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import Batch, MicroBatch, StepConfig
 from rlx.models import files, hf
@@ -185,6 +186,7 @@ def step_config(config: Config, arch: Architecture, num_sequences: int) -> StepC
         num_sequences=num_sequences,
         head_precision=None if config.learner.head_precision == "auto" else config.learner.head_precision,
         unrolled=unrolled(config, arch),
+        router_losses=RouterLosses(config.model.balance_loss, config.model.router_z_loss),
     )
 
 

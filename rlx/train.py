@@ -25,10 +25,11 @@ from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
 from rlx.data.packing import PackedBatch, pack
 from rlx.data.trajectories import advantage_inputs, by_sample, trajectories
-from rlx.evaluate import evaluate
+from rlx.evaluation import evaluate
 from rlx.export import write_policy
 from rlx.feed import Feed, Overlapped
 from rlx.interrupt import EXIT_PREEMPTED, Preempted
+from rlx.learner.routing import load_values
 from rlx.learner.state import learning_rate
 from rlx.learner.step import update
 from rlx.metrics.ledger import failed
@@ -152,6 +153,7 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
         return {}
     rate = float(learning_rate(run.config.learner)(run.version))
     with run.timers("update"):
+        run.compiled.result()
         run.state, scalars, sums = update(
             run.step, run.optimizer, run.state, run.model.params, assemble.device_batch(packed)
         )
@@ -162,7 +164,7 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
         with run.timers("publish"):
             feed.publish(run.policy(), run.version)
     limit = run.config.learner.max_grad_norm or np.inf
-    return sums.values() | {
+    return sums.values() | load_values(run.model.arch, sums.counts) | {
         "policy/loss": float(scalars["loss"]),
         "optimizer/grad_norm": float(scalars["grad_norm"]),
         "optimizer/grad_norm_clipped": float(min(scalars["grad_norm"], limit)),
@@ -174,7 +176,7 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
 def serve_cold_start(run: Run) -> None:
     """The engine serves what the cold start has made of version 0."""
     with run.timers("publish"):
-        run.preemption.finish(run.engine.load(run.policy(), run.version))
+        run.preemption.finish(run.serving.replace(run.policy()))
 
 
 def evaluation_is_due(run: Run) -> bool:
@@ -190,8 +192,9 @@ def measure(run: Run, label: str) -> None:
         run.progress.evals[label] = latest
         return
     with run.timers("eval"):
+        run.preemption.finish(run.serving.publisher.settled())
         job = evaluate(
-            run.engine,
+            run.serving.engine,
             run.graders,
             run.model.tokenizer,
             run.held_out,
@@ -228,7 +231,7 @@ def report(
         scalars["reward/no_signal_streak"] = float(run.progress.no_signal_streak)
         scalars["grader/timeouts"] = float(run.ledger[failed("grader_timeout")].samples)
         scalars["grader/failures"] = float(run.ledger[failed("grader_error")].samples)
-        scalars["engine/occupancy"] = run.engine.stats.occupancy
+        scalars["engine/occupancy"] = run.serving.occupancy()
         scalars |= feed.scalars()
         scalars["system/compilations"] = float(run.compilations.count)
         scalars["system/host_memory_gib"] = runtime.host_memory_gib()

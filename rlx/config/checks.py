@@ -56,6 +56,8 @@ AT_LEAST_ONE = (
 NOT_NEGATIVE = (
     "run.seed",
     "lora.rank",
+    "model.balance_loss",
+    "model.router_z_loss",
     "tasks.seed",
     "tasks.held_out",
     "tasks.train",

@@ -47,6 +47,8 @@ class ModelConfig:
     remat: Literal["auto", "none", "products", "layer"]  # activation recomputation in the update
     thinking: Literal["off", "low", "medium", "high"]  # effort that the chat template asks for; planned, not run
     scan_layers: Literal["auto", "on", "off"]  # the update's layers in a loop, or one after the other
+    balance_loss: float  # coefficient, mixtures of experts
+    router_z_loss: float  # coefficient, mixtures of experts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,8 @@ class Trajectory:
     ages: np.ndarray  # int32 [N], versions between writing and training
     head: TopK | None  # the sampler's, one row for each masked token
     group: int | None = None  # sequences of one group may share the tokens that they all begin with
+    # int32 [N, layers of experts, k]: the experts that an engine sent each token to, negative where it did not say.
+    routes: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class PackingConfig:
     capacity: int  # the most micro-batches
     head_size: int  # K
     share_prefixes: bool = True
+    routes: tuple[int, int] | None = None  # layers of experts and k, where routes are replayed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +64,7 @@ class PackedBatch:
     ages: np.ndarray  # int32 [M, R, N]
     head_ids: np.ndarray | None  # int32 [M, R, N, K]
     head_logprobs: np.ndarray | None  # float32 [M, R, N, K]
+    routes: np.ndarray | None  # int32 [M, R, T, layers of experts, k], negative where none is recorded
     num_sequences: int  # with a target
     unshared_tokens: int  # that would be computed if each sequence were laid out whole
 
@@ -178,6 +182,7 @@ def _empty(config: PackingConfig, count: int, num_sequences: int, unshared_token
         ages=np.zeros(targets, np.int32),
         head_ids=np.zeros(head, np.int32) if config.head_size else None,
         head_logprobs=np.zeros(head, np.float32) if config.head_size else None,
+        routes=None if config.routes is None else np.full((*inputs, *config.routes), -1, np.int32),
         num_sequences=num_sequences,
         unshared_tokens=unshared_tokens,
     )
@@ -190,29 +195,32 @@ def _fill(batch: PackedBatch, at: tuple[int, int], row: Sequence[Family], trajec
         shared, prefix_segment = start, 0
         if family.prefix:
             segment = prefix_segment = segment + 1
-            beginning = trajectories[family.members[0].number].tokens[: family.prefix]
-            start = _put_tokens(batch, at, start, beginning, 0, segment, 0)
+            first = trajectories[family.members[0].number]
+            start = _put_tokens(batch, at, start, first, slice(family.prefix), segment, 0)
         for member in family.members:
             trajectory, segment = trajectories[member.number], segment + 1
-            own = trajectory.tokens[family.prefix : family.prefix + member.tokens]
+            own = slice(family.prefix, family.prefix + member.tokens)
             targets = slice(written, written + member.targets)
             # Both parts of a sequence are predicted from where they lie.
             before = np.flatnonzero(trajectory.mask) - 1
             offset = np.where(before < family.prefix, shared, start - family.prefix)
             _put_targets(batch, (*at, targets), member.number, trajectory, offset + before)
-            start = _put_tokens(batch, at, start, own, family.prefix, segment, prefix_segment)
+            start = _put_tokens(batch, at, start, trajectory, own, segment, prefix_segment)
             written += member.targets
 
 
 def _put_tokens(
-    batch: PackedBatch, at: tuple[int, int], start: int, tokens: np.ndarray, first: int, segment: int, prefix: int
+    batch: PackedBatch, at: tuple[int, int], start: int, trajectory: Trajectory, part: slice, segment: int, prefix: int
 ) -> int:
-    """Write one segment, whose first token has position `first`; returns where the next may begin."""
+    """Write one segment, a part of a sequence; returns where the next may begin."""
+    tokens = trajectory.tokens[part]
     span = (*at, slice(start, start + len(tokens)))
     batch.tokens[span] = tokens
-    batch.positions[span] = first + np.arange(len(tokens))
+    batch.positions[span] = (part.start or 0) + np.arange(len(tokens))
     batch.segment_ids[span] = segment
     batch.prefix_ids[span] = prefix
+    if batch.routes is not None and trajectory.routes is not None:
+        batch.routes[span] = trajectory.routes[part]
     return start + len(tokens)
 
 

@@ -22,9 +22,10 @@ from rlx_kernels.logprob import Precision, token_stats
 from rlx.algos.aggregation import weights_of_slice
 from rlx.algos.objective import Metrics, Targets, objective
 from rlx.config.objective import ObjectiveConfig
+from rlx.learner.routing import NO_LOSSES, RouterLosses, with_routing
 from rlx.learner.state import LearnerState
 from rlx.models.spec import Architecture, Params
-from rlx.models.transformer import Remat, forward, head_matrix
+from rlx.models.transformer import Remat, forward_routed, head_matrix
 
 # Loss, gradient and metric sums.
 Total = tuple[Array, Params, Metrics]
@@ -42,6 +43,7 @@ class StepConfig:
     dtype: str  # of the model's matrix products
     logprob_implementation: str | None
     num_sequences: int  # the most trajectories a batch may hold
+    router_losses: RouterLosses = NO_LOSSES
     head_precision: Precision | None = None  # of the output head's products; None: what the dtypes say
     unrolled: bool = False  # layers one after the other in the program, not in a loop
 
@@ -64,6 +66,7 @@ class MicroBatch:
     ages: Array
     head_ids: Array | None  # int32 [R, N, K]
     head_logprobs: Array | None
+    routes: Array | None  # int32 [R, T, layers of experts, k], an engine's choices to replay; negative: none recorded
     num_targets: Array  # int32 [], of the whole batch
     num_sequences: Array  # int32 [], of the whole batch
 
@@ -99,13 +102,14 @@ def slice_targets(config: StepConfig, batch: MicroBatch) -> Targets:
 def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> tuple[Array, Metrics]:
     """Loss and metric sums of a micro-batch: its share of the whole batch's."""
     params, adapter = combine(config, frozen, trainable)
-    hidden = forward(
+    hidden, routing = forward_routed(
         config.arch,
         params,
         batch.tokens,
         batch.positions,
         batch.segment_ids,
         batch.prefix_ids,
+        routes=batch.routes,
         adapter=adapter,
         adapter_scale=config.adapter_scale or 1.0,
         remat=config.remat,
@@ -122,7 +126,9 @@ def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: Mic
         precision=config.head_precision,
         implementation=config.logprob_implementation,
     )
-    return objective(config.objective, stats, targets)
+    loss, metrics = objective(config.objective, stats, targets)
+    share = batch.mask.sum() / batch.num_targets
+    return with_routing(config.router_losses, routing, share, loss, metrics)
 
 
 def slice_gradient(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:
@@ -144,6 +150,24 @@ def update(
     Scalars: loss, grad_norm (before clipping), update_norm, finite (1 where the update was made).
     """
     return apply(optimizer, state, accumulate(config, state.trainable, frozen, batch))
+
+
+def compile_update(
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
+    state: LearnerState,
+    frozen: Params,
+    micro_batch: MicroBatch,
+) -> None:
+    """Compile what `update` runs on arrays like these, and run nothing: in a thread while others generate or load.
+
+    An update that begins meanwhile compiles for itself, so it should wait for the end.
+    """
+    given = (config, state.trainable, frozen, micro_batch)
+    total = jax.eval_shape(partial(slice_gradient, config), *given[1:])
+    add_slice.lower(*given, total).compile()
+    apply.lower(optimizer, state, total).compile()
+    zero_total.lower(*given).compile()
 
 
 def accumulate(config: StepConfig, trainable: Params, frozen: Params, batch: Batch) -> Total:

@@ -24,6 +24,7 @@ GROUPS = {
     "distill": "On-policy distillation",
     "optimizer": "Gradients and parameter updates",
     "batch": "What an update trained on, and how it was packed",
+    "train": "Mixtures of experts in the update",
     "ledger": "Every sampled token by the bin it ended in, since the run began",
     "time": "Seconds by phase; phases do not overlap",
     "throughput": "Rates, without the first updates and without evaluation and saving",
@@ -125,6 +126,14 @@ _LEARNING: tuple[Metric, ...] = (
     Metric("batch/micro_batches", "micro-batches", "micro-batches of the update", "rows"),
     Metric("batch/packing_fraction", "fraction", "share of the packed positions that hold a token", "packing"),
     Metric("batch/shared_fraction", "fraction", "share of the samples' tokens that prefix sharing saves", "packing"),
+    Metric("train/moe/max_load", "1", "load of a layer's busiest expert over its mean, largest layer", "expert load"),
+    Metric("train/moe/load_cv", "1", "deviation of the experts' load over its mean, mean of layers", "expert load"),
+    Metric("train/moe/dead_experts", "experts", "experts that no token of the batch came to, all layers"),
+    Metric("train/moe/balance_loss", "1", "E Σ share x mean score of experts; 1 = balanced", "router losses"),
+    Metric("train/moe/z_loss", "1", "mean squared logsumexp of the router's logits", "router losses"),
+    Metric("train/moe/max_load_layer_{layer}", "1", "the busiest expert's load over the mean, of one layer"),
+    Metric("train/moe/load_cv_layer_{layer}", "1", "deviation of the load over its mean, of one layer"),
+    Metric("train/moe/dead_experts_layer_{layer}", "experts", "experts that no token came to, of one layer"),
 )
 
 _TIME: tuple[Metric, ...] = (

@@ -9,7 +9,7 @@ def test_names_are_unique_and_one_scheme():
     names = [m.name for m in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
-        assert re.fullmatch(r"[a-z]+/[a-z0-9_]*(\{[a-z]+\}[a-z0-9_]*)?", metric.name), metric.name
+        assert re.fullmatch(r"[a-z]+/([a-z]+/)?[a-z0-9_]*(\{[a-z]+\}[a-z0-9_]*)?", metric.name), metric.name
         assert metric.group in GROUPS, metric.name
         assert metric.unit
         assert metric.meaning

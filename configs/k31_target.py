@@ -22,12 +22,19 @@ def get_config() -> ConfigDict:
     c.model.path = "configs/architectures/kimi_k3"
     c.model.dtype = "bfloat16"
     c.model.remat = "layer"
+    c.model.thinking = "low"
+    c.cluster.trainer_nodes = 3
+    c.cluster.inference_nodes = 4
+    c.cluster.trainer_layout = "TP4 PP3 CP2 DP1 EP8"
+    c.cluster.engines = 2
+    c.cluster.engine_layout = "TP16 EP16 DP2"  # attention DP 2
     c.lora.rank = 32
     c.lora.alpha = 32.0
     c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "experts.*")
     c.lora.experts = "shared_outer"
 
-    c.tasks.held_out = 12  # projects that training never sees; 22 tasks of 20 projects are trained on
+    c.tasks.train = 22  # edge tasks of 20 projects
+    c.tasks.held_out = 12  # projects that training never sees
     c.engine.kind = "sglang"
     c.inference.addresses = ("http://engine-0:30000", "http://engine-1:30000")
     c.inference.tensor_parallel = 16

@@ -2,7 +2,7 @@
 
 rlx plan --config=configs/qwen36_35b_proxy.py:final
 rlx diff configs/k31_target.py configs/qwen36_35b_proxy.py:final
-rlx train --config=configs/qwen36_35b_proxy.py:first_try --config.model.path=/checkpoints/Qwen3.6-35B-A3B
+rlx simulate --config=configs/qwen36_35b_proxy.py:first_try
 
 First try: DP8 on one node, 8 engines of one GPU on the other, the target's 22 tasks; training saw no sample above
 32,768 tokens, and the lag grew to 8. Final: CP2 DP4, 16 engines, 24 edge tasks of its own, and sessions that are given
@@ -23,17 +23,25 @@ def get_config(variant: str = "final") -> ConfigDict:
     c.model.path = "configs/architectures/qwen3_6_35b_a3b"
     c.lora.targets = ("self_attn.*", "linear_attn.*")
     c.lora.experts = "per_expert"  # no routed expert is adapted
+    c.model.thinking = "off"
     c.inference.tensor_parallel = 1
     c.inference.arguments = ()
     first = variant == "first_try"
     engines = 8 if first else 16
     c.inference.addresses = tuple(f"http://engine-{i}:30000" for i in range(engines))
     c.simulate.engines.count = engines
+    c.cluster.trainer_nodes = 1
+    c.cluster.inference_nodes = 1 if first else 2
+    c.cluster.trainer_layout = "TP1 PP1 CP1 DP8" if first else "TP1 PP1 CP2 DP4"
+    c.cluster.engines = engines
+    c.cluster.engine_layout = ""
     c.producer.sessions_in_flight = 256 if first else 192
     c.producer.max_policy_lag = 8 if first else 4
     c.producer.train_token_limit = 32_768 if first else 65_536
     c.producer.session_token_limit = 0 if first else 61_440
     c.rollout.max_new_tokens = 8192 if first else 4096  # of one turn: the last one has to fit behind the stop
-    c.tasks.held_out = 10  # 5 of new projects, 5 like the trained ones
-    c.eval.every = 5
+    c.tasks.train = 22 if first else 24
+    c.tasks.held_out = 12 if first else 10  # final: 5 of new projects, 5 like the trained ones
+    c.eval.every = 0  # `rlx evaluate --watch`, a job of its own
+    c.eval.watch_nth = 1 if first else 5
     return c

@@ -14,6 +14,8 @@ import asyncio
 import dataclasses
 import fcntl
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from rlx import assemble
-from rlx.checkpoint import CheckpointError, Checkpoints, Restored
+from rlx.checkpoint import Checkpoints, Restored
 from rlx.config.parse import parse
 from rlx.config.schema import Config
 from rlx.envs.graders import GraderPool
@@ -41,6 +43,7 @@ from rlx.rollout.local import LocalEngine
 from rlx.types import Task
 
 BASE = "base"
+HELD = "held"  # the folder of the checkpoint that is being read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +114,17 @@ class Watcher:
 
     def load(self, step: int) -> Restored | None:
         """A checkpoint; None where the trainer has pruned it meanwhile."""
-        checkpoints = Checkpoints(self.run / "checkpoints", keep=None)
+        held = self.run / WATCH / HELD
         try:
-            return checkpoints.restore(assemble.fresh_state(self.config, self.model), step)
-        except CheckpointError:
-            if (self.run / "checkpoints" / str(step)).exists():
-                raise
-            return None
+            if not hold(self.run / "checkpoints" / str(step), held / str(step)):
+                return None
+            checkpoints = Checkpoints(held, keep=None)
+            try:
+                return checkpoints.restore(assemble.fresh_state(self.config, self.model), step)
+            finally:
+                checkpoints.close()
         finally:
-            checkpoints.close()
+            shutil.rmtree(held, ignore_errors=True)
 
     async def look(self) -> bool:
         """Tests one checkpoint where one is due; whether there was one."""
@@ -207,6 +212,28 @@ def saved_steps(run: Path) -> list[int]:
     """Complete checkpoints are directories named by their update; one that is being written has a longer name."""
     directory = run / "checkpoints"
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit()) if directory.is_dir() else []
+
+
+def hold(checkpoint: Path, to: Path) -> bool:
+    """Hard links to a checkpoint's files, which the trainer's pruning leaves in place; False where it was too late."""
+    shutil.rmtree(to, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint, to, copy_function=_link)
+    except OSError:
+        if checkpoint.exists():
+            raise
+        return False
+    return checkpoint.exists()
+
+
+def _link(source: str, to: str) -> None:
+    """A copy where the file system has no hard links."""
+    try:
+        os.link(source, to)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, to)
 
 
 def tested_before(directory: Path) -> Iterator[dict[str, Any]]:

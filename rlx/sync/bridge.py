@@ -122,39 +122,58 @@ class Link:
             raise EngineError(f"version {version} is not published: {error}", reason="staging") from error
         self.loading = staged
         try:
-            await self._load(http, staged)
-        except BaseException:
-            self.served = None
-            await self._give_up(http)
-            raise
+            files = await self._needed(http, staged)
+            await self._check_files(staged, files)
+            await self._connect(http)
+            await self._load(http, staged, files)
         finally:
             self.loading = None
-        self.served = staged
         await asyncio.to_thread(self.bridge.tidy)
 
-    async def _load(self, http: SglangHttp, staged: Staged) -> None:
-        files = await self._needed(http, staged)
-        self.served = None  # from here on it may have a part of each version
+    async def _check_files(self, staged: Staged, files: Sequence[str]) -> None:
         try:
             await asyncio.to_thread(check_files, staged.path, staged.manifest, files)
         except StagingError as error:
             raise EngineError(str(error), reason="staging") from error
-        await self.transport.connect(http)
+
+    async def _connect(self, http: SglangHttp) -> None:
+        try:
+            await self.transport.connect(http)
+        except BaseException:
+            await self.transport.forget()
+            raise
+
+    async def _load(self, http: SglangHttp, staged: Staged, files: Sequence[str]) -> None:
+        """From the pause on it may have a part of each version; where this fails it stays paused."""
+        self.served = None
         paused = time.monotonic()
-        await http.command("/pause_generation", {"mode": "retract"}, timeout_s=CONTROL_S)
-        began = time.monotonic()
-        if files:
-            await self.transport.deliver(http, staged, files)
-        else:  # every tensor is as it was
+        try:
+            await http.command("/pause_generation", {"mode": "retract"}, timeout_s=CONTROL_S)
+            began = time.monotonic()
+            await self._deliver(http, staged, files)
+            delivered = time.monotonic()
+            await check_label(http, staged.version)
+            if self.bridge.check:
+                await check_served(http, staged.manifest.served)
+            checked = time.monotonic()
+            await http.command("/continue_generation", {}, timeout_s=CONTROL_S)
+        except BaseException:
+            with contextlib.suppress(EngineError):  # what it was asked ends here, and is asked elsewhere
+                await http.command("/abort_request", {"abort_all": True, "rid": ""}, timeout_s=CONTROL_S)
+            raise
+        self.served = staged
+        self.seconds = Seconds(delivered - began, checked - delivered, time.monotonic() - paused)
+
+    async def _deliver(self, http: SglangHttp, staged: Staged, files: Sequence[str]) -> None:
+        if not files:  # every tensor is as it was
             relabel = {"new_version": version_label(staged.version), "abort_all_requests": False}
             await http.command("/update_weight_version", relabel, timeout_s=CONTROL_S)
-        delivered = time.monotonic()
-        await check_label(http, staged.version)
-        if self.bridge.check:
-            await check_served(http, staged.manifest.served)
-        checked = time.monotonic()
-        await http.command("/continue_generation", {}, timeout_s=CONTROL_S)
-        self.seconds = Seconds(delivered - began, checked - delivered, time.monotonic() - paused)
+            return
+        try:
+            await self.transport.deliver(http, staged, files)
+        except BaseException:
+            await self.transport.forget()
+            raise
 
     async def _needed(self, http: SglangHttp, staged: Staged) -> list[str]:
         """Files whose tensors the engine does not have. All of them, unless it is known what it has."""
@@ -164,12 +183,6 @@ class Link:
             had = None
         known = set() if had is None else set(had.digests.values())
         return [file for file in staged.manifest.files if staged.digests[file] not in known]
-
-    async def _give_up(self, http: SglangHttp) -> None:
-        """The engine stays paused; what it was asked ends here, and is asked elsewhere."""
-        with contextlib.suppress(EngineError):
-            await http.command("/abort_request", {"abort_all": True, "rid": ""}, timeout_s=CONTROL_S)
-        await self.transport.forget()
 
 
 async def label(http: SglangHttp) -> str:

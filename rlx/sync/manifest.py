@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def header(manifest_dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def check_files(directory: Path, manifest: Manifest, files: list[str] | None = None) -> None:
+def check_files(directory: Path, manifest: Manifest, files: Sequence[str] | None = None) -> None:
     """Raises StagingError where what lies in `directory` is not what the manifest says, as far as headers tell.
 
     Cheap: a server that is sent a tensor of another shape ends with an error of its own, so none must be sent.

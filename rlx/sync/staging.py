@@ -100,8 +100,11 @@ class Staging:
         return staged
 
     def _shared(self, params: Params) -> tuple[list[str], set[str]]:
-        """Files of the last version that can be linked, and the names of all tensors that may have changed."""
-        if self._last is None or not self._last[0].path.is_dir():
+        """Files of the last version that can be linked, and the names of all tensors that may have changed.
+
+        On several hosts there are none: all of them must gather the same, and only one knows the files.
+        """
+        if self._last is None or jax.process_count() > 1 or not self._last[0].path.is_dir():
             return [], set(self._tensors)
         staged, leaves = self._last
         paths = leaves.changed(params)

@@ -1,0 +1,61 @@
+"""The trainer's side in live tests: its log-probs of given tokens, and the links to the two servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx.models.spec import Params
+from rlx.models.transformer import forward, logits
+from rlx.rollout.sglang_http import Server, SglangHttp
+from rlx.rollout.sglang_requests import new_rid, score_body
+from rlx.rollout.sglang_responses import parse_score
+from tests import tiny_model
+
+ARCH = tiny_model.ARCH
+TEXTS = tuple(np.random.default_rng(7).integers(0, ARCH.vocab_size, (2, 24), dtype=np.int32))
+
+
+@jax.jit
+def _logprobs(params: Params, tokens: jax.Array, adapter: Params, scale: float) -> jax.Array:
+    row = tokens[None]
+    hidden = forward(
+        ARCH, params, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row), adapter=adapter, adapter_scale=scale
+    )
+    log_p = jax.nn.log_softmax(logits(params, hidden[0, :-1]))
+    return jnp.take_along_axis(log_p, tokens[1:, None], 1)[:, 0]
+
+
+def logprobs(params: Params, tokens: np.ndarray, adapter: Params | None = None, scale: float = 1.0) -> np.ndarray:
+    """Of tokens 1 to T - 1, each given those before it, temperature 1."""
+    return np.asarray(_logprobs(params, jnp.asarray(tokens), adapter or {}, scale))
+
+
+async def served_logprobs(http: SglangHttp, tokens: np.ndarray, adapter: str | None = None) -> np.ndarray:
+    rid = new_rid()
+    answer = await http.post("/generate", score_body(tokens, 1, rid, 0, adapter), timeout_s=60.0)
+    return parse_score(answer, tokens, 1, 0, ARCH.vocab_size, rid).logprobs
+
+
+async def differences(http: SglangHttp, params: Params, texts: Sequence[np.ndarray] = TEXTS) -> float:
+    """The largest difference between the server's log-probs and the trainer's, nats."""
+    served = [await served_logprobs(http, tokens) for tokens in texts]
+    return max(float(np.abs(a - logprobs(params, t)).max()) for a, t in zip(served, texts, strict=True))
+
+
+def with_servers(servers: Sequence[Any], main: Callable[..., Awaitable[Any]]) -> Any:
+    """`main(http, ...)` with a connection to each server."""
+
+    async def whole() -> Any:
+        connections = [SglangHttp(Server(s.url, s.api_key, s.admin_key)) for s in servers]
+        try:
+            return await main(*connections)
+        finally:
+            await asyncio.gather(*(http.close() for http in connections))
+
+    return asyncio.run(whole())

@@ -91,6 +91,25 @@ def sample_page(browser: Browser, run: Path, width: int = 1240, height: int = 90
             yield tab
 
 
+@contextlib.contextmanager
+def hparams(browser: Browser, runs: Path, width: int = 1480, height: int = 900) -> Iterator[Opened]:
+    """TensorBoard's table of a directory of runs: what each was trained with and what came of it."""
+    with tempfile.TemporaryDirectory(prefix="rlx-screenshots-") as directory:
+        link(event_folders(runs), Path(directory))
+        url = launch(Path(directory), port=0)
+        with opened(browser, f"{url}#hparams", width, height) as tab:
+            tab.page.wait_for_selector("text=learner.learning_rate", state="visible", timeout=WAIT_MS)
+            tab.page.wait_for_timeout(3000)
+            yield tab
+
+
+@contextlib.contextmanager
+def report_page(browser: Browser, file: Path, width: int = 1360, height: int = 1000) -> Iterator[Opened]:
+    """A page that `rlx compare`, `agree` or `edge` has written."""
+    with opened(browser, file.as_uri(), width, height) as tab:
+        yield tab
+
+
 def point_at_the_largest_gap(page: Page) -> None:
     """Of the tokens in view, so that its tooltip shows."""
     token = page.evaluate_handle("""() => [...document.querySelectorAll(".response span")]
@@ -102,10 +121,14 @@ def point_at_the_largest_gap(page: Page) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.screenshots", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, help="a run, or a page of `rlx compare` and the like, NAME.html")
     parser.add_argument("to", type=Path, nargs="?", default=Path("docs/figures"))
     arguments = parser.parse_args(argv)
     with started() as browser:
+        if arguments.run.suffix == ".html":
+            with report_page(browser, arguments.run) as tab:
+                _photograph(tab, arguments.to / f"{arguments.run.stem}_page.png")
+            return 0
         with dashboard(browser, arguments.run) as tab:
             _photograph(tab, arguments.to / "tensorboard.png")
         with sample_page(browser, arguments.run) as tab:

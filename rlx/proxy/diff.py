@@ -136,7 +136,7 @@ def _about(side: Side) -> dict[str, Any]:
     return {"name": side.name, **counts}
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def _counted(counts: Mapping[Kind, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 

@@ -115,7 +115,7 @@ def _from_rows(name: str, path: Path, rows: Sequence[Row], mapping: Mapped) -> R
     curves = {}
     for ours, theirs in mapping.metrics.items():
         columns = (mapping.step, mapping.seconds, mapping.tokens, theirs)
-        points = [Point(*(_number(row.get(c)) for c in columns)) for row in rows]  # type: ignore[call-arg]
+        points = [Point(*(_number(row.get(c)) for c in columns)) for row in rows]
         points = [point for point in points if math.isfinite(point.value)]
         curves[ours] = tuple(sorted(points, key=lambda p: p.updates))
     return _run(name, str(path), curves, mapping)

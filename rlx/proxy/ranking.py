@@ -35,7 +35,8 @@ class Ranked:
 
 
 def read_study(path: Path, mapping: Mapped | None, metric: str, lower_is_better: bool = False) -> Ranked:
-    """The scores of the runs in `path`, or of a CSV table with the columns configuration, seed and score.
+    """The scores of the runs in `path`, or of a CSV table with the columns configuration, seed and score, and where
+    they are known seconds, tokens, and low and high, the ends of a sampled score's interval.
 
     Raises:
       ValueError: two runs of one configuration with one seed, or a run without the metric.
@@ -192,4 +193,6 @@ def _table(path: Path, sign: float) -> Ranked:
     scores: dict[str, list[float]] = {}
     for row in rows:
         scores.setdefault(row["configuration"], []).append(sign * float(row["score"]))
-    return Ranked(scores, len(rows), math.nan, math.nan, math.nan)
+    seconds, tokens = (sum(float(row.get(name) or math.nan) for row in rows) for name in ("seconds", "tokens"))
+    halves = [(float(row["high"]) - float(row["low"])) / 2 for row in rows if row.get("low") and row.get("high")]
+    return Ranked(scores, len(rows), seconds, tokens, float(np.mean(halves)) if halves else math.nan)

@@ -9,8 +9,13 @@ import jax.numpy as jnp
 import pytest
 from rlx_kernels import bench
 
-TINY = {"logprob": "16,8,64", "attention": "32,2,1,8", "grouped_matmul": "32,8,8,2"}
-TINY |= {"delta_rule": "32,2,4,4", "delta_rule_channels": "32,2,4,4"}
+TINY = {
+    "logprob": "16,8,64",
+    "attention": "32,2,1,8",
+    "grouped_matmul": "32,8,8,2",
+    "delta_rule": "32,2,4,4",
+    "delta_rule_channels": "32,2,4,4",
+}
 
 
 def run(tmp_path, family, *options):

@@ -89,22 +89,36 @@ IMPLEMENTATIONS = {
     "in_chunks_of_8": in_chunks_of_8,
     "reference": functools.partial(delta_rule, implementation="reference"),
 }
+CHUNKED, SHORT, REFERENCE = IMPLEMENTATIONS.values()
 every_implementation = pytest.mark.parametrize("rule", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 every_gate = pytest.mark.parametrize("gate", GATES)
 
 
-def with_gradients(rule, case: Case, dtype=jnp.float32):
-    """(output, state, gradients of the six float arguments) of a loss of both outputs."""
+@functools.partial(jax.jit, static_argnums=0)
+def values(rule, floats, ids):
+    return rule(*floats[:5], segment_ids=ids, initial_state=floats[5])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def values_and_gradients(rule, floats, ids, d_out, d_state):
+    (out, state), pullback = jax.vjp(lambda *floats: tuple(values(rule, floats, ids)), *floats)
+    return out, state, *pullback((d_out, d_state))
+
+
+def cotangents(case: Case):
     rng = np.random.default_rng(1)
-    d_out, d_state = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (case.value, case.initial_state))
+    return [rng.normal(size=x.shape).astype(np.float32) for x in (case.value, case.initial_state)]
 
-    def loss(*floats):
-        out, state = rule(*floats[:5], segment_ids=jnp.asarray(case.segment_ids), initial_state=floats[5])
-        return (out * d_out).sum() + (state * d_state).sum(), (out, state)
 
-    floats = [*case.given(dtype), jnp.asarray(case.initial_state)]
-    gradients, outputs = jax.jit(jax.grad(loss, tuple(range(6)), has_aux=True))(*floats)
-    return [np.asarray(x, np.float64) for x in (*outputs, *gradients)]
+def run(rule, case: Case):
+    """(output, state)"""
+    return [np.asarray(x, np.float64) for x in values(rule, case[:6], case.segment_ids)]
+
+
+def with_gradients(rule, case: Case, given=None):
+    """(output, state, gradients of the six float arguments)."""
+    found = values_and_gradients(rule, case[:6], case.segment_ids, *(given or cotangents(case)))
+    return [np.asarray(x, np.float64) for x in found]
 
 
 def assert_close(got, wanted, tolerance):
@@ -114,107 +128,107 @@ def assert_close(got, wanted, tolerance):
 
 @every_gate
 @every_implementation
-@pytest.mark.parametrize("heads", [(1, 2), (2, 2)], ids=["two heads of a key head", "a key head each"])
-def test_values_are_those_of_the_rule_by_hand(rule, gate, heads):
-    case = make_case(gate, key_heads=heads[0], heads=heads[1])
-    assert_close(jax.jit(rule)(*case.given(), **case.options), by_hand(case), 2e-6)
+def test_values_are_those_of_the_rule_by_hand(rule, gate):
+    """Two heads read one key head."""
+    case = make_case(gate)
+    assert_close(with_gradients(rule, case), by_hand(case), 2e-6)
+
+
+def test_a_key_head_for_each_head():
+    case = make_case(key_heads=2)
+    assert_close(run(SHORT, case), by_hand(case), 2e-6)
 
 
 @every_gate
 def test_the_reference_gradients_agree_with_finite_differences(gate):
     case, step = make_case(gate), 1e-6
-    rng = np.random.default_rng(1)
-    d_out, d_state = rng.normal(size=case.value.shape), rng.normal(size=case.initial_state.shape)
+    rng, given = np.random.default_rng(1), cotangents(make_case(gate))
     wide = Case(*(x.astype(np.float64) for x in case[:6]), case.segment_ids)
-    _, _, *gradients = with_gradients(IMPLEMENTATIONS["reference"], case)
-    for i, gradient in enumerate(gradients):
+    _, _, *gradients = with_gradients(REFERENCE, case)
+    for name, gradient in zip(FLOATS, gradients, strict=True):
         direction = rng.normal(size=gradient.shape)
-        moved = [wide._replace(**{FLOATS[i]: wide[i if i < 5 else 5] + s * step * direction}) for s in (1, -1)]
-        there, back = (sum((a * b).sum() for a, b in zip((d_out, d_state), by_hand(m), strict=True)) for m in moved)
+        moved = [wide._replace(**{name: getattr(wide, name) + s * step * direction}) for s in (1, -1)]
+        there, back = (sum((a * b).sum() for a, b in zip(given, by_hand(m), strict=True)) for m in moved)
         np.testing.assert_allclose((gradient * direction).sum(), (there - back) / (2 * step), rtol=2e-5, atol=1e-5)
 
 
 @every_gate
-@pytest.mark.parametrize("rule", ["chunked", "in_chunks_of_8"])
-def test_gradients_of_chunks_are_those_of_the_reference(rule, gate):
+def test_gradients_of_chunks_are_those_of_the_reference(gate):
     case = make_case(gate)
-    wanted = with_gradients(IMPLEMENTATIONS["reference"], case)
-    assert_close(with_gradients(IMPLEMENTATIONS[rule], case), wanted, 3e-6)
+    assert_close(with_gradients(SHORT, case), with_gradients(REFERENCE, case), 3e-6)
+
+
+LONG = 150  # tokens: chunks as they are, the last one not full
 
 
 @every_gate
 @pytest.mark.parametrize("lowest", [-5.0, -60.0, -np.inf], ids=["K3's bound", "far below", "forgets everything"])
 def test_decays_of_any_size(gate, lowest):
     """-5 at every token of a chunk is e^-320 over it, whose inverse no float32 holds."""
-    case = make_case(gate, tokens=150)
-    for shape in (case.decay.shape, case.decay[:, :, :1].shape):
-        case = case._replace(decay=np.broadcast_to(np.full(shape, lowest, np.float32), case.decay.shape))
-        got = with_gradients(IMPLEMENTATIONS["chunked"], case)
+    case = make_case(gate, tokens=LONG)
+    rng = np.random.default_rng(2)
+    for low in (np.full(case.decay.shape, lowest), np.where(rng.uniform(size=case.decay.shape) < 0.5, lowest, -1e-3)):
+        case = case._replace(decay=low.astype(np.float32))
+        got = with_gradients(CHUNKED, case)
         assert all(np.isfinite(x).all() for x in got)
         assert_close(got, by_hand(case), 3e-6)
-    mixed = np.where(np.random.default_rng(2).uniform(size=case.decay.shape) < 0.5, lowest, -1e-3)
-    case = case._replace(decay=mixed.astype(np.float32))
-    assert_close(with_gradients(IMPLEMENTATIONS["chunked"], case), by_hand(case), 3e-6)
 
 
 def test_the_same_key_again_and_again():
     """Powers of the triangle that chunks invert grow to 1e17 here; the inverse itself stays small."""
-    case = make_case(tokens=130)
+    case = make_case(tokens=LONG)
     key = np.broadcast_to(case.key[:, :1], case.key.shape)
     case = case._replace(key=key, beta=np.ones_like(case.beta), decay=np.zeros_like(case.decay))
-    assert_close(with_gradients(IMPLEMENTATIONS["chunked"], case), by_hand(case), 3e-6)
+    assert_close(with_gradients(CHUNKED, case), by_hand(case), 3e-6)
 
 
 @every_gate
 def test_packed_is_separate_in_value_and_gradient(gate):
     """Documents end inside a chunk and at its edge."""
-    case, bounds = make_case(gate, tokens=150), (0, 37, 64, 150)
-    ids = np.zeros((2, 150), np.int32)
+    case, bounds = make_case(gate, tokens=LONG), (0, 37, 64, LONG)
+    ids = np.zeros((2, LONG), np.int32)
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         ids[:, start:end] = i + 1
     case = case._replace(segment_ids=ids, initial_state=np.zeros_like(case.initial_state))
-    out, _, *gradients = with_gradients(IMPLEMENTATIONS["chunked"], case)
-    d_out = np.random.default_rng(1).normal(size=case.value.shape)
-    for start, end in itertools.pairwise(bounds):
-        part = [jnp.asarray(x[:, start:end]) for x in case[:5]]
-        one = jnp.ones((2, end - start), jnp.int32)
-        alone, pullback = jax.vjp(lambda *x, one=one: delta_rule(*x, segment_ids=one).output, *part)
-        wanted = [alone, *pullback(jnp.asarray(d_out[:, start:end], jnp.float32))]
-        if end == 150:  # the state's cotangent reaches the last document alone
-            np.testing.assert_allclose(out[:, start:end], alone, atol=2e-6)
-            continue
-        for x, y in zip((out, *gradients[:5]), wanted, strict=True):
-            np.testing.assert_allclose(x[:, start:end], y, atol=5e-6)
+    d_out, d_state = cotangents(case)
+    got = with_gradients(CHUNKED, case, (d_out, 0 * d_state))
+    for start, end in itertools.pairwise(bounds):  # at the beginning of a row of its own
+        blank = lambda x, s=start, e=end: np.concatenate([x[:, s:e], np.zeros_like(x[:, : LONG - e + s])], 1)  # noqa: E731
+        alone = Case(*(blank(x) for x in case[:5]), case.initial_state, blank(np.ones_like(ids)))
+        wanted = with_gradients(CHUNKED, alone, (blank(d_out), 0 * d_state))
+        for i, name in enumerate(("output", "state", *FLOATS[:5])):
+            if name != "state":
+                x, y = got[i][:, start:end], wanted[i][:, : end - start]
+                np.testing.assert_allclose(x, y, atol=5e-6, err_msg=name)
 
 
 @every_gate
-@every_implementation
-def test_a_row_in_parts_is_the_row(rule, gate):
+def test_a_row_in_parts_is_the_row(gate):
     """The state out of one part is the state into the next, also where the cut is inside a segment."""
-    case = make_case(gate)
-    whole = rule(*case.given(), **case.options)
-    outs, state = [], jnp.asarray(case.initial_state)
-    for start, end in ((0, 8), (8, 13), (13, 23)):
-        goes_on = start == 0 or case.segment_ids[:, start] == case.segment_ids[:, start - 1]
-        state = jnp.where(np.broadcast_to(goes_on, 2)[:, None, None, None], state, 0)
-        part = [x[:, start:end] for x in case.given()]
-        out, state = rule(*part, segment_ids=jnp.asarray(case.segment_ids[:, start:end]), initial_state=state)
+    case = make_case(gate, tokens=24)
+    whole, outs, state = run(SHORT, case), [], case.initial_state
+    for start in (0, 8, 16):
+        part = case._replace(**{n: x[:, start : start + 8] for n, x in case._asdict().items() if n != "initial_state"})
+        if start:
+            goes_on = case.segment_ids[:, start] == case.segment_ids[:, start - 1]
+            state = np.where(goes_on[:, None, None, None], state, 0)
+        out, state = run(SHORT, part._replace(initial_state=state.astype(np.float32)))
         outs.append(out)
-    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole[0], atol=2e-6)
-    np.testing.assert_allclose(state[1], whole[1][1], atol=2e-6)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), whole[0], atol=2e-6)
+    np.testing.assert_allclose(state, whole[1], atol=2e-6)
 
 
 @every_gate
 def test_decoding_goes_on_from_the_state(gate):
-    case = make_case(gate, tokens=70)._replace(segment_ids=np.ones((2, 70), np.int32))
-    whole = delta_rule(*case.given(), **case.options)
-    part = [x[:, :66] for x in case.given()]
-    _, state = delta_rule(*part, segment_ids=jnp.ones((2, 66), jnp.int32), initial_state=case.options["initial_state"])
+    case = make_case(gate, tokens=24)._replace(segment_ids=np.ones((2, 24), np.int32))
+    whole = run(SHORT, case)
+    state = values(SHORT, case[:6], case.segment_ids * (np.arange(24) < 20))[1]
     assert state.dtype == jnp.float32
-    for t in range(66, 70):
-        out, state = delta_rule_step(*(x[:, t] for x in case.given()), state)
-        np.testing.assert_allclose(out, whole.output[:, t], atol=2e-6)
-    np.testing.assert_allclose(state, whole.state, atol=2e-6)
+    step = jax.jit(delta_rule_step)
+    for t in range(20, 24):
+        out, state = step(*(x[:, t] for x in case[:5]), state)
+        np.testing.assert_allclose(out, whole[0][:, t], atol=2e-6)
+    np.testing.assert_allclose(state, whole[1], atol=2e-6)
 
 
 @every_implementation
@@ -222,20 +236,19 @@ def test_decoding_goes_on_from_the_state(gate):
 def test_nothing_that_padding_holds_matters(rule, poison):
     case = make_case("channels")
     padding = case.segment_ids <= 0
-    poisoned = [np.where(padding.reshape(2, -1, *(1,) * (x.ndim - 2)), poison, x) for x in case[:5]]
-    clean, got = with_gradients(rule, case), with_gradients(rule, case._replace(**dict(zip(FLOATS, poisoned))))
-    for x, y in zip(got, clean, strict=True):
+    poisoned = [np.where(padding.reshape(2, -1, *(1,) * (x.ndim - 2)), poison, x).astype(np.float32) for x in case[:5]]
+    got = with_gradients(rule, case._replace(**dict(zip(FLOATS, poisoned, strict=False))))
+    for x, y in zip(got, with_gradients(rule, case), strict=True):
         np.testing.assert_array_equal(x, y)
     for x in (got[0], *got[2:7]):
         assert (x[padding] == 0).all()
 
 
-@every_implementation
-def test_bfloat16_is_worked_in_float32(rule):
+def test_bfloat16_is_worked_in_float32():
     case = make_case()
-    rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in case[:5]]
-    wanted = by_hand(case._replace(**dict(zip(FLOATS, rounded))))
-    out, state = rule(*case.given(jnp.bfloat16), **case.options)
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in case[:5]]
+    wanted = by_hand(case._replace(**dict(zip(FLOATS, (np.asarray(x, np.float32) for x in narrow), strict=False))))
+    out, state = values(SHORT, (*narrow, case.initial_state), case.segment_ids)
     assert out.dtype == jnp.bfloat16
     assert state.dtype == jnp.float32
     np.testing.assert_allclose(state, wanted[1], atol=2e-6 * np.abs(wanted[1]).max())
@@ -243,31 +256,31 @@ def test_bfloat16_is_worked_in_float32(rule):
 
 
 @every_gate
-@pytest.mark.parametrize("rule", ["chunked", "reference"])
-def test_products_ask_for_the_highest_precision(rule, gate):
-    case = make_case(gate, tokens=70)
-    loss = lambda *x: IMPLEMENTATIONS[rule](*x, **case.options).output.sum()  # noqa: E731
-    text = jax.jit(jax.grad(loss, tuple(range(5)))).lower(*case.given()).as_text()
-    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+def test_products_ask_for_the_highest_precision(gate):
+    case = make_case(gate)
+    lowered = values_and_gradients.lower(SHORT, case[:6], case.segment_ids, *cotangents(case))
+    products = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
     assert len(products) >= 5
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 
+@pytest.mark.slow
 def test_gradients_inside_shard_map_are_summed_over_shards():
     """Rows over 'dp', heads over 'tp'; one key head is shared by both halves of the heads."""
-    case = make_case("channels", tokens=20)
+    case = make_case("channels")
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    rows, heads = PartitionSpec("dp"), PartitionSpec("dp", None, "tp")
-    specs = (rows, rows, heads, heads, heads, PartitionSpec("dp", "tp"), rows)
+    rows, heads, of_state = PartitionSpec("dp"), PartitionSpec("dp", None, "tp"), PartitionSpec("dp", "tp")
+    specs = (rows, rows, heads, heads, heads, of_state, rows)
 
     def rule(*floats, segment_ids, initial_state):
         body = lambda *x: tuple(delta_rule(*x[:5], segment_ids=x[6], initial_state=x[5]))  # noqa: E731
-        out_specs = (heads, PartitionSpec("dp", "tp"))
-        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs)(*floats, initial_state, segment_ids)
+        sharded = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(heads, of_state))
+        return sharded(*floats, initial_state, segment_ids)
 
-    assert_close(with_gradients(rule, case), with_gradients(IMPLEMENTATIONS["reference"], case), 3e-6)
+    assert_close(with_gradients(rule, case), with_gradients(REFERENCE, case), 3e-6)
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_tokens():
     def temporary_bytes(tokens):
         x, gate = (jax.ShapeDtypeStruct((1, tokens, 2, *width), jnp.float32) for width in ((16,), ()))
@@ -306,6 +319,4 @@ def test_implementations_by_name():
     assert [unsupported_reason(i.name, *case.given(), **case.options) for i in api.IMPLEMENTATIONS] == [None, None]
     with pytest.raises(ValueError, match=r"'chunk' is unknown; nearest: 'chunked', all: chunked, reference, or None"):
         delta_rule(*case.given(), **case.options, implementation="chunk")
-    np.testing.assert_array_equal(
-        delta_rule(*case.given(), **case.options).output, IMPLEMENTATIONS["chunked"](*case.given(), **case.options)[0]
-    )
+    np.testing.assert_array_equal(run(delta_rule, case)[0], run(CHUNKED, case)[0])

@@ -116,10 +116,12 @@ def test_tensorfloat32_is_refused_where_there_is_none():
         token_loss(weighted_sum, *case, cotangents(case), precision="tensorfloat32")
 
 
-def test_the_dense_definition_has_two_precisions():
-    assert [unsupported_reason("reference", *make_case(), precision=p) is None for p in PRECISIONS] == [
-        True,
-        False,
-        False,
-        True,
-    ]
+def test_the_dense_definition_has_the_precisions_that_are_number_formats():
+    with jax.enable_x64(True):
+        served = [p for p in PRECISIONS if unsupported_reason("reference", *make_case(), precision=p) is None]
+    assert served == ["bfloat16", "float32", "float64"]
+
+
+def test_float64_needs_the_types_of_64_bits():
+    with pytest.raises(ValueError, match="run inside jax.enable_x64"):
+        token_stats(*make_case(), precision="float64")

@@ -5,25 +5,28 @@ With S the state before a chunk and D_ij = Σ_{j<m<=i} g_m the log-decay from to
     (I + β L) U = β (V - (K ∘ e^{D_i·}) S),    L_ij = k_i · (e^{D_ij} ∘ k_j) for j < i
 
 and out = (Q ∘ e^{D_i·}) S + A U with A_ij = q_i · (e^{D_ij} ∘ k_j) for j <= i; what is of another segment is left out
-of both. To write L as a product of two factors, D_ij is split at a token between j and i: a chunk is halved again and
-again, and the pairs of its two halves meet at the middle. Both exponents are sums of log-decays, so neither is above 0
-whatever the decay, where splitting at the chunk's start would need e^{-D}, which overflows. The triangle is inverted
-over the same halves.
+of both. `decayed` has the two triangles, the other one is inverted here, by halves.
 
 Source: the parallel form over the length of the delta rule, arXiv 2406.06484; its gates, arXiv 2412.06464 (scalar) and
 arXiv 2510.26692 (per channel).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from rlx_kernels.delta_rule.decayed import channel_pairs, dot, lower_block, scalar_pairs
 from rlx_kernels.delta_rule.packing import Recurrent
 
-CHUNK = 64  # tokens, a power of two
+CHUNK = {"cpu": 32}  # tokens, a power of two; what follows from a chunk's size is half arithmetic, half passes over it
+ACCELERATOR_CHUNK = 64
+GROUP = {"cpu": 1}  # chunks at once: on a CPU as many as its caches hold, elsewhere what keeps the device busy
+ACCELERATOR_GROUP = 32
 SMALL = 4  # up to here a product of blocks is written as a sum: a call to a matrix product costs more
 
 
@@ -36,22 +39,26 @@ def delta_rule(
     ordinal: Int[Array, "rows tokens"],
     initial_state: Float[Array, "rows heads key_width value_width"],
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
+    group: int | None = None,
 ) -> Recurrent:
-    """`rlx_kernels.delta_rule.delta_rule` of checked arguments of one float dtype; `channels` is 1 or key_width."""
-    tokens = query.shape[1]
-    token = _Tokens(*(_split(x, chunk) for x in (query, key, value, decay, beta[..., None])))
-    before, ordinal = _split_ordinal(ordinal, chunk)
-    # Within the chunk everything is worked out anew for the backward pass: kept are the arguments and what it returns.
-    work = jax.checkpoint(_within)(token, before, ordinal)
-    state, (updates, states) = lax.scan(_across, initial_state, jax.tree.map(_chunks_first, work.carried))
-    updates, states = (jnp.moveaxis(x, 0, 2) for x in (updates, states))
-    out = _dot("...ik,...kv->...iv", work.query, states) + _dot("...ij,...jv->...iv", work.pairs, updates)
+    """`rlx_kernels.delta_rule.delta_rule` of checked arguments of one float dtype; `channels` is 1 or key_width.
+
+    chunk: tokens, a power of two of at least 8; group: chunks that are worked on at once. None: by platform.
+    """
+    platform, tokens = jax.default_backend(), query.shape[1]
+    chunk = CHUNK.get(platform, ACCELERATOR_CHUNK) if chunk is None else chunk
+    group = min(GROUP.get(platform, ACCELERATOR_GROUP) if group is None else group, -(-tokens // chunk))
+    split = functools.partial(_split, chunk=chunk, group=group)
+    token = _Tokens(*(split(x) for x in (query, key, value, decay, beta[..., None])))
+    before, ordinal = _split_ordinal(ordinal, chunk, group)
+    # Kept for the backward pass are the arguments and the states between groups.
+    state, out = lax.scan(jax.checkpoint(_group), initial_state, (token, before, ordinal))
     return Recurrent(_join(out, tokens), state)
 
 
 class _Tokens(NamedTuple):
-    """[rows, heads, chunks, C, width]"""
+    """[groups, rows, heads, chunks, C, width]; without its first axis in a group."""
 
     query: jax.Array
     key: jax.Array
@@ -60,119 +67,75 @@ class _Tokens(NamedTuple):
     beta: jax.Array
 
 
-class _Carried(NamedTuple):
+class _Work(NamedTuple):
     """What the passage from chunk to chunk reads; leading axes rows, heads, chunks."""
 
     update: jax.Array  # [C, value_width], the updates if the state before the chunk were 0
-    read: jax.Array  # [C, key_width], what each update takes off, times the state
+    reads: jax.Array  # [2 C, key_width], times the state: what each update takes off, what each query reads
     write: jax.Array  # [C, key_width], keys decayed to the end of the chunk
     keep: jax.Array  # [key_width or 1, 1], the share of the state that is left
-
-
-class _Work(NamedTuple):
-    carried: _Carried
-    query: jax.Array  # [C, key_width], decayed from the start of the chunk
     pairs: jax.Array  # [C, C], of queries with keys
+
+
+def _group(state: jax.Array, xs: tuple[_Tokens, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the state after the group and its outputs, [chunks, rows, heads, C, value_width]."""
+    work = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), _within(*xs))
+    return lax.scan(_across, state, work)
 
 
 def _within(token: _Tokens, before: jax.Array, ordinal: jax.Array) -> _Work:
     """Everything that needs no state. `before` is the ordinal of the token before each chunk."""
-    start, end, of_keys, of_queries = _pairs(token)
-    size = token.key.shape[-2]
+    size, value_width = token.value.shape[-2:]
+    pairs_of = scalar_pairs if token.decay.shape[-1] == 1 else channel_pairs
+    start, end, of_keys, of_queries = pairs_of(token.query, token.key, token.decay)
     same = ordinal[..., :, None] == ordinal[..., None, :]
-    lower = jnp.tril(jnp.ones((size, size), bool))
-    matrix = jnp.where(same & jnp.tril(lower, -1), token.beta * of_keys, 0)
-    inverse = _inverse(matrix)
+    strict, lower = (np.tril(np.ones((size, size), bool), k) for k in (-1, 0))
+    inverse = _inverse(jnp.where(same & strict, token.beta * of_keys, 0))
     goes_on = (ordinal == before)[..., None]  # from the state before the chunk
     reaches = (ordinal == ordinal[..., -1:])[..., None]  # the end of the chunk
     start = jnp.where(goes_on, jnp.exp(start), 0)
-    carried = _Carried(
-        update=_dot("...ij,...jv->...iv", inverse, token.beta * token.value),
-        read=_dot("...ij,...jk->...ik", inverse, token.beta * token.key * start),
+    both = dot("...ij,...jv->...iv", inverse, token.beta * jnp.concatenate([token.value, token.key * start], axis=-1))
+    return _Work(
+        update=both[..., :value_width],
+        reads=jnp.concatenate([both[..., value_width:], token.query * start], axis=-2),
         write=jnp.where(reaches, token.key * jnp.exp(end), 0),
         keep=start[..., -1, :, None],
+        pairs=jnp.where(same & lower, of_queries, 0),
     )
-    return _Work(carried, token.query * start, jnp.where(same & lower, of_queries, 0))
 
 
-def _across(state: jax.Array, carried: _Carried) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    update = carried.update - _dot("rhik,rhkv->rhiv", carried.read, state)
-    return carried.keep * state + _dot("rhik,rhiv->rhkv", carried.write, update), (update, state)
+def _across(state: jax.Array, work: _Work) -> tuple[jax.Array, jax.Array]:
+    """One chunk: the state after it and its outputs, [rows, heads, C, value_width]."""
+    size = work.update.shape[-2]
+    read = dot("rhik,rhkv->rhiv", work.reads, state)
+    update = work.update - read[..., :size, :]
+    out = read[..., size:, :] + dot("rhij,rhjv->rhiv", work.pairs, update)
+    return work.keep * state + dot("rhik,rhiv->rhkv", work.write, update), out
 
 
-# ---------------------------------------------------------------------------------------------------- halves of halves
-
-
-class _Blocks(NamedTuple):
-    """A chunk cut into blocks; leading axes rows, heads, chunks, blocks."""
-
-    start: jax.Array  # [tokens of a block, channels], log-decay from the block's start to each token, its own included
-    end: jax.Array  # from each token to the block's end
-
-
-def _pairs(token: _Tokens) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(log-decay from the chunk's start to each token, from each to its end, key-key and query-key pairs [C, C]).
-
-    What stands above the diagonal means nothing.
-    """
-    scalar = token.decay.shape[-1] == 1
-    both = jnp.stack([token.key, token.query])
-    decay = token.decay[..., None, :]
-    blocks = _Blocks(decay, jnp.zeros_like(decay))
-    # [..., blocks, s, s]: of a scalar decay the exponents, else the pairs themselves
-    inner = jnp.zeros_like(decay) if scalar else (both * token.key).sum(-1)[..., None, None]
-    while (size := blocks.start.shape[-2]) < token.key.shape[-2]:
-        starts, ends = _halves(blocks.start), _halves(blocks.end)
-        into, out_of = starts[..., 1, :, :], ends[..., 0, :, :]
-        if scalar:
-            crossing = into + jnp.swapaxes(out_of, -1, -2)
-        else:
-            later, earlier = _cut(both, size)[..., 1, :, :], _cut(token.key, size)[..., 0, :, :]
-            crossing = _product_of_blocks(later * jnp.exp(into), jnp.swapaxes(earlier * jnp.exp(out_of), -1, -2))
-        inner = _lower(inner, crossing)
-        blocks = _joined(starts, ends)
-    start, end, inner = blocks.start[..., 0, :, :], blocks.end[..., 0, :, :], inner[..., 0, :, :]
-    if scalar:
-        inner = _dot("...id,...jd->...ij", both, token.key) * jnp.exp(inner)
-    return start, end, inner[0], inner[1]
-
-
-def _joined(starts: jax.Array, ends: jax.Array) -> _Blocks:
-    """Blocks of twice the size."""
-    totals = starts[..., -1:, :]
-    start = jnp.concatenate([starts[..., 0, :, :], starts[..., 1, :, :] + totals[..., 0, :, :]], axis=-2)
-    end = jnp.concatenate([ends[..., 0, :, :] + totals[..., 1, :, :], ends[..., 1, :, :]], axis=-2)
-    return _Blocks(start, end)
+# ------------------------------------------------------------------------------------------------------- the triangle
 
 
 @jax.custom_vjp
 def _inverse(strict: Float[Array, "*batch c c"]) -> Float[Array, "*batch c c"]:
-    """(I + strict)^-1 of a strictly lower triangle, by blocks: [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]."""
+    """(I + strict)^-1 of a strictly lower triangle, by blocks: [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']].
+
+    Substitution by halves: its terms are as large as the inverse, where those of a series of powers grow far beyond.
+    """
     size = strict.shape[-1]
     inverse = jnp.ones((*strict.shape[:-2], size, 1, 1), strict.dtype)
     while (half := inverse.shape[-1]) < size:
-        corner = _corners(strict, half)
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        inverse = _lower(inverse, -_product_of_blocks(second, _product_of_blocks(corner, first)))
+        inverse = lower_block(inverse, -_product(second, _product(_corners(strict, half), first)))
     return inverse[..., 0, :, :]
 
 
 def _inverse_backward(inverse: jax.Array, d_inverse: jax.Array) -> tuple[jax.Array]:
-    d_matrix = _dot("...ji,...jk->...ik", inverse, _dot("...ij,...kj->...ik", d_inverse, inverse))
+    d_matrix = dot("...ji,...jk->...ik", inverse, dot("...ij,...kj->...ik", d_inverse, inverse))
     return (jnp.tril(-d_matrix, -1),)
 
 
 _inverse.defvjp(lambda strict: (inverse := _inverse(strict), inverse), _inverse_backward)
-
-
-def _cut(x: jax.Array, size: int) -> jax.Array:
-    """[..., C, d] -> [..., pairs of blocks, 2, size, d]"""
-    return x.reshape(*x.shape[:-2], x.shape[-2] // (2 * size), 2, size, x.shape[-1])
-
-
-def _halves(x: jax.Array) -> jax.Array:
-    """[..., blocks, size, d] -> [..., pairs of blocks, 2, size, d]"""
-    return x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
 
 
 def _corners(matrix: jax.Array, half: int) -> jax.Array:
@@ -183,49 +146,34 @@ def _corners(matrix: jax.Array, half: int) -> jax.Array:
     return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
 
 
-def _lower(inner: jax.Array, crossing: jax.Array) -> jax.Array:
-    """Two blocks [s, s] of a diagonal and what lies between them -> [2 s, 2 s]."""
-    first, second = inner[..., 0::2, :, :], inner[..., 1::2, :, :]
-    above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([above, jnp.concatenate([crossing, second], axis=-1)], axis=-2)
-
-
-def _product_of_blocks(a: jax.Array, b: jax.Array) -> jax.Array:
-    if a.shape[-2] > SMALL:
-        return _dot("...ij,...jk->...ik", a, b)
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    if a.shape[-1] > SMALL:
+        return dot("...ij,...jk->...ik", a, b)
     return (a[..., :, None, :] * jnp.swapaxes(b, -1, -2)[..., None, :, :]).sum(-1)
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
-def _split(x: jax.Array, chunk: int) -> jax.Array:
-    """[rows, T, heads, d] -> [rows, heads, chunks, C, d]; what is added has beta and decay 0."""
+def _split(x: jax.Array, chunk: int, group: int) -> jax.Array:
+    """[rows, T, heads, d] -> [groups, rows, heads, chunks, C, d]; what is added has beta and decay 0."""
     rows, tokens, heads, width = x.shape
-    count = -(-tokens // chunk)
-    x = jnp.pad(x, ((0, 0), (0, count * chunk - tokens), (0, 0), (0, 0)))
-    return jnp.moveaxis(x.reshape(rows, count, chunk, heads, width), 3, 1)
+    count = -(-tokens // (chunk * group))
+    x = jnp.pad(x, ((0, 0), (0, count * group * chunk - tokens), (0, 0), (0, 0)))
+    return x.reshape(rows, count, group, chunk, heads, width).transpose(1, 0, 4, 2, 3, 5)
 
 
-def _split_ordinal(ordinal: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """(of the token before each chunk [rows, 1, chunks, 1], of each token [rows, 1, chunks, C])."""
+def _split_ordinal(ordinal: jax.Array, chunk: int, group: int) -> tuple[jax.Array, jax.Array]:
+    """(of the token before each chunk [groups, rows, 1, chunks, 1], of each token [groups, rows, 1, chunks, C])."""
     rows, tokens = ordinal.shape
-    count = -(-tokens // chunk)
-    padded = jnp.pad(ordinal, ((0, 0), (0, count * chunk - tokens)), mode="edge").reshape(rows, 1, count, chunk)
-    before = jnp.pad(padded[..., :-1, -1:], ((0, 0), (0, 0), (1, 0), (0, 0)))
-    return before, padded
+    count = -(-tokens // (chunk * group))
+    chunks = jnp.pad(ordinal, ((0, 0), (0, count * group * chunk - tokens)), mode="edge").reshape(rows, -1, chunk)
+    before = jnp.pad(chunks[:, :-1, -1], ((0, 0), (1, 0)))
+    placed = lambda x: jnp.moveaxis(x.reshape(rows, count, 1, group, -1), 1, 0)  # noqa: E731
+    return placed(before), placed(chunks)
 
 
-def _chunks_first(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 2, 0)
-
-
-def _join(x: jax.Array, tokens: int) -> jax.Array:
-    """[rows, heads, chunks, C, d] -> [rows, T, heads, d]"""
-    rows, heads, count, chunk, width = x.shape
-    return jnp.moveaxis(x, 1, 3).reshape(rows, count * chunk, heads, width)[:, :tokens]
-
-
-def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Matrix units would round float32 operands first if they were not told to keep them."""
-    return jnp.einsum(formula, a, b, precision=lax.Precision.HIGHEST)
+def _join(out: jax.Array, tokens: int) -> jax.Array:
+    """[groups, chunks, rows, heads, C, d] -> [rows, T, heads, d]"""
+    groups, chunks, rows, heads, size, width = out.shape
+    return out.transpose(2, 0, 1, 4, 3, 5).reshape(rows, groups * chunks * size, heads, width)[:, :tokens]

@@ -33,8 +33,8 @@ def grouped_matmul(
 ) -> Float[Array, "rows out"]:
     """Rows of x times the matrix of their group: the first group_sizes[0] with weights[0], the next with weights[1] ...
 
-    Groups may be empty. Rows after the last group give zeros and get zero gradients. Sums accumulate in float32 and are
-    returned in x's dtype, and products of float32 are exact to float32 on every backend; differentiable (reverse mode,
+    Groups may be empty. Rows after the last group give zeros and get zero gradients. Sums accumulate in float32 (float64
+    where the inputs are) and are returned in x's dtype, and products of float32 are exact to float32 on every backend; differentiable (reverse mode,
     once) in `x` and `weights`. Sizes are traced, so none is refused: rows beyond T are ignored, negative sizes count
     as 0. What rows of no group and their cotangents hold, NaN too, does not matter.
 
@@ -97,7 +97,7 @@ def ragged_dot(x, weights, group_sizes):
         weights,
         group_sizes,
         precision=xla.precision(x.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
     return jnp.where(own, out.astype(x.dtype), 0)  # and, backwards, the cotangent
 
@@ -119,8 +119,11 @@ def check_arguments(x, weights, group_sizes):
         raise ValueError(
             f"x {x.shape} and weights {weights.shape} must be [T, D] and [E, D, F] of the same D, none of them 0"
         )
-    if x.dtype != weights.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"x is {x.dtype} and weights {weights.dtype}; both must be float32 or both bfloat16: cast one")
+    if x.dtype != weights.dtype or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
+        raise ValueError(
+            f"x is {x.dtype} and weights {weights.dtype}; both must be float32, both bfloat16 or, for checks, both "
+            "float64: cast one"
+        )
     if group_sizes.shape != weights.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"group_sizes {group_sizes.dtype}{list(group_sizes.shape)} must be integers [E] with E = {weights.shape[0]}"

@@ -106,18 +106,19 @@ def _loop_d_weights(block, x, d_out, weights, group_sizes):
         d_matrix = _dot(rows, d_rows, 0, 0)
         return lax.dynamic_update_index_in_dim(total, total[group] + d_matrix, group, 0)
 
-    zeros = jnp.zeros(weights.shape, jnp.float32)
+    zeros = jnp.zeros(weights.shape, jnp.promote_types(x.dtype, jnp.float32))
     return lax.fori_loop(0, cut.total, body, _varying_as(zeros, x)).astype(weights.dtype)
 
 
 def _dot(a, b, a_axis, b_axis):
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(a, b, dimensions, precision=precision(a.dtype), preferred_element_type=wide)
 
 
 def precision(dtype) -> lax.Precision | None:
     """Matrix units would round float32 operands first if they were not told to keep them."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
 
 def _varying_as(x, like):

@@ -56,7 +56,8 @@ def token_stats(
     `hidden` and `head` are float32 or bfloat16, each for itself. `precision` is that of the matrix products, forwards
     and backwards, which always accumulate in float32: "bfloat16", "bfloat16_3x" (three bfloat16 products, about
     float32's accuracy on matrix units), "tensorfloat32", "float32"; None is "bfloat16" where both arrays are bfloat16,
-    else "float32". An "FP32 head" (arXiv 2506.13585) is float32 `hidden`, not rounded after the last norm, with
+    else "float32". Arrays of float64, and precision "float64", are for checks of everything else: all sums and outputs
+    are float64 then. An "FP32 head" (arXiv 2506.13585) is float32 `hidden`, not rounded after the last norm, with
     precision "float32", over a head of either dtype.
 
     Inside `jax.shard_map`, `vocab_axis` names the mesh axis over which the head's rows are sharded, in order: `head`
@@ -120,6 +121,8 @@ def token_loss(
     check_arguments(hidden, head, targets, candidates, temperature, precision)
     _check_loss_arguments(arguments, hidden.shape[0])
     precision = resolve(precision, hidden, head)
+    if precision == "float64":
+        raise ValueError("token_loss has no float64: cast hidden and head to float32, or use token_stats")
     _resolve("xla", hidden, head, targets, candidates, vocab_axis, precision)
     return fused.token_loss(
         loss_fn,
@@ -199,6 +202,8 @@ def check_arguments(hidden, head, targets, candidates, temperature, precision):
         )
     if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise ValueError(_unknown("precision", precision, PRECISIONS))
+    if precision == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError("precision='float64' needs jax's 64-bit types: run inside jax.enable_x64(True)")
     arrays = {"hidden": hidden, "head": head, "targets": targets}
     for name, x in (arrays if candidates is None else arrays | {"candidates": candidates}).items():
         if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -219,8 +224,8 @@ def _check_matrices(hidden, head):
             "one row of the vocabulary: do not call for an empty batch"
         )
     for name, x in (("hidden", hidden), ("head", head)):
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"{name} is {x.dtype}; it must be float32 or bfloat16: cast it")
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
+            raise ValueError(f"{name} is {x.dtype}; it must be float32, bfloat16 or float64: cast it")
 
 
 def _check_ids(tokens: int, targets, candidates):

@@ -26,7 +26,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from rlx_kernels.logprob.precision import Precision, product
+from rlx_kernels.logprob.precision import Precision, product, sum_dtype
 from rlx_kernels.logprob.reference import TokenStats
 from rlx_kernels.logprob.tiling import Tile, columns_within, flat, full, in_chunks, over_blocks, put_rows, rows, varying
 
@@ -135,13 +135,14 @@ def all_stats(options, hidden, head, ids):
 
     def chunk(x):
         hidden, ids = x
+        nothing = nothing_seen(options, ids.shape, axes)
 
         def block(start, count, seen):
             columns = columns_within(ids, start, count)
             moments = options.backend.moments(options, hidden, rows(head, start, count), columns)
             return moments if seen is None else merge(seen, moments)
 
-        return over_blocks(vocab, tile.columns, block, None if vocab <= tile.columns else nothing_seen(ids.shape, axes))
+        return over_blocks(vocab, tile.columns, block, None if vocab <= tile.columns else nothing)
 
     moments = lax.map(chunk, in_chunks(tile.tokens, (hidden, local)))
     return finish(options, Moments(*(flat(x, tokens) for x in moments)), known)
@@ -155,7 +156,7 @@ def _forward(options, hidden, head, ids):
 
 def _backward(options, kept, cotangents):
     tokens, vocab = kept.hidden.shape[0], kept.head.shape[0]
-    tile = options.backend.tile(tokens, vocab, True)
+    tile, wide = options.backend.tile(tokens, vocab, True), sum_dtype(options.precision)
     given = Stats(*(instantiate(g) for g in cotangents))
     axes = varying(kept.hidden, kept.head, *given)
     local, known = local_ids(kept.ids, vocab, options.vocab_axis)
@@ -179,13 +180,14 @@ def _backward(options, kept, cotangents):
                 d_block += head_product(options, d_logits, hidden_across)
             return (d_hidden, d_block), None
 
-        d_block = full(head_product_shape(options, kept.head[:count].shape), 0, axes) if kept.head_trains else None
+        shape = head_product_shape(options, kept.head[:count].shape)
+        d_block = full(shape, 0, axes, wide) if kept.head_trains else None
         (d_hidden, d_block), _ = lax.scan(chunk, (d_hidden, d_block), chunks)
         if d_block is not None:
             d_head = put_rows(d_head, head_product_done(options, d_block), start)
         return d_hidden, d_head
 
-    d_hidden = full(hidden.shape, 0, axes) if kept.hidden_trains else None
+    d_hidden = full(hidden.shape, 0, axes, wide) if kept.hidden_trains else None
     d_head = full(kept.head.shape, 0, axes, summed_dtype(kind(kept.head), axes)) if kept.head_trains else None
     d_hidden, d_head = over_blocks(vocab, tile.columns, block, (d_hidden, d_head))
     d_hidden = flat(d_hidden, tokens) if kept.hidden_trains else None
@@ -195,9 +197,10 @@ def _backward(options, kept, cotangents):
 all_stats.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def nothing_seen(ids_shape: tuple[int, int], axes: tuple[str, ...]) -> Moments:
-    rows = ids_shape[:1]
-    return Moments(full(rows, LOWEST, axes), full(rows, 0, axes), full(rows, 0, axes), full(ids_shape, 0, axes))
+def nothing_seen(options: Options, ids_shape: tuple[int, int], axes: tuple[str, ...]) -> Moments:
+    rows, dtype = ids_shape[:1], sum_dtype(options.precision)
+    top, mass, moment = (full(rows, value, axes, dtype) for value in (LOWEST, 0, 0))
+    return Moments(top, mass, moment, full(ids_shape, 0, axes, dtype))
 
 
 def merge(a: Moments, b: Moments) -> Moments:
@@ -291,4 +294,4 @@ def as_cotangent(x: jax.Array | None, primal: Kind) -> jax.Array | None:
 
 def summed_dtype(primal: Kind, axes: tuple[str, ...]) -> jnp.dtype:
     """Of a gradient that varies over `axes`: rounded at once where no other device adds to it."""
-    return primal.dtype if set(axes) <= set(primal.axes) else jnp.dtype(jnp.float32)
+    return primal.dtype if set(axes) <= set(primal.axes) else jnp.promote_types(primal.dtype, jnp.float32)

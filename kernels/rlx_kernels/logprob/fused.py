@@ -162,7 +162,7 @@ def _logits(options, hidden, head, ids):
         return lax.dynamic_update_slice_in_dim(logits, part, start, 1), seen
 
     axes = varying(hidden, head, ids)
-    return over_blocks(vocab, size, block, (full((count, vocab), 0, axes), core.nothing_seen(ids.shape, axes)))
+    return over_blocks(vocab, size, block, (full((count, vocab), 0, axes), core.nothing_seen(options, ids.shape, axes)))
 
 
 def _gradients(options, trains, d_head, hidden, head, logits, ids, given):

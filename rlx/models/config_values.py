@@ -48,10 +48,7 @@ def read_rope(config: Config, head_dim: int, kind: str | None = None, *, interle
     kind: the kind of layer, in families where they differ (`rope_parameters` is nested there).
     """
     given = rope_values(config, kind)
-    scaling = str(given.get("rope_type", given.get("type", "default")))
-    if scaling not in ("default", "yarn"):
-        key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        raise ValueError(f"{key}.rope_type {scaling!r} is not supported: 'default' and 'yarn' are")
+    scaling = given["rope_type"]
     theta = float(required(given, "rope_theta"))
     dim = int(head_dim * float(given.get("partial_rotary_factor") or 1.0))
     if dim < 2 or dim % 2:
@@ -70,7 +67,7 @@ def rope_values(config: Config, kind: str | None) -> dict[str, Any]:
     elif kind == "sliding_attention":
         scaling = {}  # in the older style it is that of the layers that see everything
     places = (parameters, scaling, config)
-    values = {**scaling, **parameters}
+    values = {**scaling, **parameters, "rope_type": _rope_type(parameters, scaling)}
     for key in ("rope_theta", "partial_rotary_factor"):
         found = {float(place[key]) for place in places if place.get(key) is not None}
         if len(found) > 1:
@@ -79,6 +76,18 @@ def rope_values(config: Config, kind: str | None) -> dict[str, Any]:
     if "rope_theta" not in values:
         raise ValueError("rope_theta is not given, neither in rope_parameters nor beside it")
     return values
+
+
+def _rope_type(parameters: Config, scaling: Config) -> str:
+    kinds = {}
+    for key, place in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if place:
+            kinds[key] = str(place.get("rope_type", place.get("type", "default")))
+            if kinds[key] not in ("default", "yarn"):
+                raise ValueError(f"{key}.rope_type {kinds[key]!r} is not supported: 'default' and 'yarn' are")
+    if len(set(kinds.values())) > 1:
+        raise ValueError(f"contradictory values of rope_type: {kinds}")
+    return next(iter(kinds.values()), "default")
 
 
 def read_yarn(given: Config) -> Yarn:

@@ -166,6 +166,8 @@ def _parse_config(arch: Architecture, config: Mapping[str, Any], tensors: Mappin
     unknown = sorted(set(named) - known) if isinstance(named, list) else [named]
     if unknown:
         raise ValueError(f"target_modules {unknown} are not linear layers of a block: {', '.join(sorted(known))} are")
+    if strange := sorted({_module_of(name) for name in tensors} - set(named)):
+        raise ValueError(f"target_modules {named} do not name {strange}, of which there are unexpected tensors")
     return _narrowed(arch, _everything(arch, config, tensors), named, set(tensors))
 
 

@@ -101,7 +101,7 @@ def test_written_config_is_read_by_transformers_and_by_us(name, tmp_path):
         ("qwen3", {"rope_theta": 5e6}, r"contradictory values of rope_theta: \[1000000.0, 5000000.0\]"),
         ("qwen3", {"rope_parameters": None}, "rope_theta is not given"),
         ("qwen3", {"partial_rotary_factor": 0.1}, "head_dim 32 is odd, or becomes 3"),
-        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "only MXFP4 weights"),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "only Qwen3ForCausalLM"),
         ("qwen3", {"head_dim": None}, "head_dim is not given"),
         ("qwen3", {"head_dim": 31}, "head_dim 31 is odd"),

@@ -67,8 +67,8 @@ def test_rope_makes_products_depend_on_distance_alone():
     query, key = jnp.asarray(normal(1, 1, 1, 8)), jnp.asarray(normal(1, 1, 1, 8))
 
     def product(i, j):
-        turned = [turned(x, jnp.array([[at]], jnp.int32)) for x, at in ((query, i), (key, j))]
-        return float((turned[0] * turned[1]).sum())
+        pair = [turned(x, jnp.array([[at]], jnp.int32)) for x, at in ((query, i), (key, j))]
+        return float((pair[0] * pair[1]).sum())
 
     assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
     assert abs(product(7, 3) - product(7, 4)) > 1e-3

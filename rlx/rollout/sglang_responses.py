@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rlx.algos.head_records import AGREEMENT_TOLERANCE
 from rlx.rollout.engine import LOGPROB_TOLERANCE, Completion, EngineError, Request, check_completion
 from rlx.types import StopReason, TopK, VersionSpan
 
@@ -59,12 +60,14 @@ def parse_completion(body: bytes, asked: Asked) -> Completion | None:
         said = f"{asked.prompt_tokens} prompt tokens were sent, the server counts {meta.get('prompt_tokens')}"
         raise EngineError(f"request {name}: {said}", reason="prompt")
     tokens = _token_ids(output, asked.vocab_size, name)
-    logprobs = _token_logprobs(meta.get("output_token_logprobs"), tokens, name)
+    logprobs, ids = _token_logprobs(meta.get("output_token_logprobs"), len(tokens), name)
+    _check_ids(ids, tokens, name)
     head = _head(meta, "output", len(tokens), min(asked.head_size, asked.vocab_size), name) if asked.head_size else None
     spans = _spans(meta, len(tokens), asked)
     completion = Completion(tokens, logprobs, head, spans, end)
     check_completion(dataclasses.replace(asked.request, max_new_tokens=asked.new_tokens), completion)
     _check_stop(completion, asked)
+    _check_membership(completion, name)
     return completion
 
 
@@ -78,7 +81,10 @@ def parse_score(body: bytes, tokens: np.ndarray, start: int, head_size: int, voc
     if not isinstance(triples, list) or len(triples) != len(tokens) - start + 1:
         count = len(triples) if isinstance(triples, list) else 0
         raise EngineError(f"{name}: {count} log-probs came for {len(tokens) - start} tokens", reason="short")
-    logprobs = _token_logprobs(triples[1:], tokens[start:], name)
+    logprobs, ids = _token_logprobs(triples[1:], len(tokens) - start, name)
+    # SGLang writes 0 in place of the last id of the vocabulary here; the log-prob beside it is that of the token.
+    ids = np.where((ids == 0) & (tokens[start:] == vocab_size - 1), vocab_size - 1, ids)
+    _check_ids(ids, tokens[start:], name)
     if not np.isfinite(logprobs).all() or logprobs.max() > LOGPROB_TOLERANCE:
         raise EngineError(f"{name}: log-probs that are not finite numbers <= 0", reason="nonfinite")
     head = _head(meta, "input", len(logprobs), min(head_size, vocab_size), name) if head_size else None
@@ -107,21 +113,23 @@ def _token_ids(output: list[Any], vocab_size: int, name: str) -> np.ndarray:
     return np.array(output, np.int32)
 
 
-def _token_logprobs(triples: Any, tokens: np.ndarray, name: str) -> np.ndarray:
-    """float32 [W] of W [log-prob, id, text]. A log-prob of null is NaN, which is refused later."""
-    if not isinstance(triples, list) or len(triples) != len(tokens):
-        count = len(triples) if isinstance(triples, list) else 0
-        raise EngineError(f"request {name}: {count} log-probs came with {len(tokens)} tokens", reason="short")
+def _token_logprobs(triples: Any, count: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(float32 [W], ids [W]) of W [log-prob, id, text]. A log-prob of null is NaN, which is refused later."""
+    if not isinstance(triples, list) or len(triples) != count:
+        came = len(triples) if isinstance(triples, list) else 0
+        raise EngineError(f"request {name}: {came} log-probs came with {count} tokens", reason="short")
     try:
         logprobs = np.array([triple[0] for triple in triples], np.float32)
-        ids = np.array([triple[1] for triple in triples], np.int64)
+        return logprobs, np.array([triple[1] for triple in triples], np.int64)
     except (TypeError, ValueError, IndexError) as error:
         raise _malformed(name, f"log-probs that are no numbers ({error})") from error
+
+
+def _check_ids(ids: np.ndarray, tokens: np.ndarray, name: str) -> None:
     if not np.array_equal(ids, tokens):
         at = int(np.argmax(ids != tokens))
         said = f"the log-prob at token {at} is of id {ids[at]}, the token has id {tokens[at]}"
         raise EngineError(f"request {name}: {said}", reason="shifted")
-    return logprobs
 
 
 def _head(meta: dict[str, Any], side: str, rows: int, size: int, name: str) -> TopK:
@@ -192,6 +200,18 @@ def _check_stop(completion: Completion, asked: Asked) -> None:
     else:
         return
     raise EngineError(f"request {name}: the response {said}", reason="stop")
+
+
+def _check_membership(completion: Completion, name: str) -> None:
+    """A sampled token that is not among the K likeliest is less likely than they are."""
+    head = completion.head
+    if head is None or not head.ids.shape[1]:
+        return
+    inside = (head.ids == completion.tokens[:, None]).any(-1)
+    wrong = ~inside & (completion.logprobs > head.logprobs[:, -1] + AGREEMENT_TOLERANCE)
+    if wrong.any():
+        said = f"{wrong.sum()} of {len(wrong)} tokens are likelier than candidates of their head, and not in it"
+        raise EngineError(f"request {name}: {said}; the first is token {wrong.argmax()}: a shift?", reason="head")
 
 
 def _malformed(name: str, said: str) -> EngineError:

@@ -7,7 +7,10 @@ import importlib
 import os
 import sys
 
+from absl.flags import FlagValues
+
 from rlx.config.errors import ConfigError
+from rlx.config.flags import HELP, config_or_exit
 
 # Imported when they are asked for: `rlx --help` needs no jax.
 COMMANDS = {
@@ -18,11 +21,21 @@ COMMANDS = {
     "show": ("rlx.show", "a run in the terminal; --html writes a page of its samples"),
     "tensorboard": ("rlx.board", "TensorBoard on a run or a directory of runs"),
     "chat": ("rlx.chat", "talk to a checkpoint"),
+    "engines": ("rlx.engines", "SGLang servers of this machine: up, status, down"),
+    "edge": ("rlx.edge", "tasks that the policy sometimes passes, and a split of them"),
+    "diff": ("rlx.diff", "two configurations: what must change, be searched again, or stay"),
+    "sweep": ("rlx.sweep", "runs over the values of some settings, with seeds"),
+    "compare": ("rlx.compare", "runs beside one another, also of other stacks: a page, tables, PNGs"),
+    "agree": ("rlx.agree", "does a proxy rank configurations as the target does?"),
+    "plan": ("rlx.plan", "parameters of a model, trainable ones and their share, before hardware is asked for"),
     "simulate": ("rlx.simulate", "what a cluster would do: waiting, ages, occupancy"),
+    "audit": ("rlx.audit", "what engines serve; why sampler and trainer disagree"),
     "verify-model": ("rlx.verify", "check a checkpoint against stored logits and gradient norms"),
 }
 # These take words of their own, the others a recipe.
-WITHOUT_RECIPE = ("show", "tensorboard", "chat", "verify-model")
+WITHOUT_RECIPE = ("audit", "engines", "diff", "compare", "agree", "show", "tensorboard", "chat", "verify-model")
+# And these nothing but a recipe: what is wrong with it is said at once, before jax and the rest are imported.
+RECIPE_ONLY = ("train", "sft", "evaluate")
 
 
 def usage() -> str:
@@ -43,8 +56,15 @@ def main() -> int:
     return run(name, sys.argv[2:])
 
 
+def watches(arguments: list[str]) -> bool:
+    """`rlx evaluate --watch=RUN` takes the run's own configuration."""
+    return any(word.partition("=")[0] == "--watch" for word in arguments)
+
+
 def run(name: str, arguments: list[str]) -> int:
     """The program `name` with its arguments: its exit status, and 1 or 2 with a message where it raises one."""
+    if name in RECIPE_ONLY and not HELP & set(arguments) and not watches(arguments):
+        config_or_exit([f"rlx {name}", *arguments], FlagValues(), "")
     program = importlib.import_module(COMMANDS[name][0])
     try:
         return program.main(arguments if name in WITHOUT_RECIPE else [f"rlx {name}", *arguments])

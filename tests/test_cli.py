@@ -56,6 +56,15 @@ def test_every_other_command_says_what_it_takes(monkeypatch, capsys, name):
     assert f"usage: rlx {name} " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", cli.RECIPE_ONLY)
+def test_a_wrong_recipe_is_refused_before_jax_is_imported(name):
+    words = ["rlx", name, "--config=configs/base.py", "--config.learner.learning_rat=1"]
+    code = f"import sys; sys.argv = {words}; from rlx import cli\ntry: cli.main()\nfinally: print('jax' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "False\n")
+    assert "the nearest is config.learner.learning_rate" in ended.stderr
+
+
 def test_help_needs_no_jax():
     code = "import sys; sys.argv = ['rlx', '--help']; from rlx import cli; cli.main(); sys.exit('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, capture_output=True, check=False)

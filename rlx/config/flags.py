@@ -21,6 +21,7 @@ from rlx.config.errors import ConfigError, unknown_key
 from rlx.config.parse import annotation, describe, parse, plain
 from rlx.config.schema import Config
 
+HELP = frozenset({"--help", "-help", "-h"})
 OVERRIDE = re.compile(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", re.DOTALL)
 REJECTED = re.compile(r"flag --(config\.[^=]+)=(.*?): (.*)", re.DOTALL)
 
@@ -46,7 +47,7 @@ def config_or_exit(argv: Sequence[str], own: flags.FlagValues, usage: str, *, si
 
     `--help` prints `usage` and the program's own flags, exit status 0.
     """
-    if {"--help", "-help", "-h"} & set(argv[1:]):
+    if HELP & set(argv[1:]):
         print(f"{usage.strip()}\n\n  --config=FILE[:variant]  a recipe\n  --config.KEY=VALUE  changes a key of it")
         print("".join(f"  --{name}  {own[name].help}\n" for name in own), end="")
         raise SystemExit(0)

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 from rlx.learner.state import init_state
-from rlx.learner.step import update
+from rlx.learner.step import compile_update, update
 from rlx.models.spec import Params
+from rlx.parallel.runtime import CompilationCounter
 from tests import tiny_model
 from tests.learner import batches, dense
 from tests.learner.batches import CENTRED, LORA, PLAIN, TRAJECTORIES
@@ -168,3 +169,16 @@ def test_half_precision_models_are_trained_in_float32(config):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert {x.dtype for x in jax.tree.leaves((new.trainable, new.optimizer))} == {jnp.dtype("float32")}
     assert scalars["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("config", [CENTRED, PLAIN], ids=["adapter", "everything"])
+def test_an_update_compiled_ahead_compiles_nothing(config):
+    """From a batch of padding, for one of several micro-batches."""
+    config = dataclasses.replace(config, temperature=0.7)  # no other test has compiled it
+    state, params, padding = fresh_state(config), tiny_model.params(), batches.batch([])
+    compile_update(config, RECORDER, state, params, padding[0])
+    batch, compilations = batches.batch(), CompilationCounter()
+    state, *_ = update(config, RECORDER, state, params, batch)
+    assert len(batch) > len(padding)
+    assert int(state.version) == 1
+    assert compilations.count == 0

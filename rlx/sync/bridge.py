@@ -18,10 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rlx.models.hf_names import hf_tensors
 from rlx.rollout.engine import EngineError
 from rlx.rollout.sglang_http import SglangHttp
 from rlx.rollout.sglang_requests import version_label
 from rlx.sync.manifest import MAX_NAMED, StagingError, check_files
+from rlx.sync.naming import served_layout_unsupported_reason
+from rlx.sync.served import served_checksums
 from rlx.sync.staging import Staged, Staging, prune
 
 CONTROL_S = 60.0  # for a call that moves no weights
@@ -60,14 +63,19 @@ class Bridge:
       transport: makes an engine's own.
       check: compare the checksums of what each engine serves after each delivery. Costs the engine a pass over its
         weights; without it only names, shapes and sizes are checked, on the way out.
+        Of models whose served layout is not known it is refused (ValueError).
       keep: versions left in the staging directory beside those that an engine has.
     """
 
     def __init__(self, staging: Staging, transport: Callable[[], Transport], *, check: bool = True, keep: int = 2):
+        reason = served_layout_unsupported_reason(hf_tensors(staging.arch)) if check else None
+        if reason is not None:
+            raise ValueError(f"engines cannot be checked after each publication: {reason}; publish without the check")
         self.staging, self.transport, self.check, self.keep = staging, transport, check, keep
         self.stage_seconds = 0.0  # of the last `prepare`
         self._links: list[Link] = []
-        self._staging = asyncio.Lock()
+        self._staging, self._hashing = asyncio.Lock(), asyncio.Lock()
+        self._on_gpu: tuple[Staged, Mapping[str, str]] | None = None  # checksums of the last version
         self._staged: Staged | None = None
 
     def link(self) -> Link:
@@ -92,6 +100,20 @@ class Bridge:
                 self._staged, self.stage_seconds = staged, time.monotonic() - began
             return self._staged
 
+    async def expected(self, staged: Staged, device: str) -> Mapping[str, str]:
+        """What an engine of one rank on `device` reports with all of it. Raises EngineError for an unknown device."""
+        if device == "cpu":
+            return staged.manifest.served
+        if device != "cuda":
+            said = f"the checksums of engines on {device!r} are not known: publish without the check"
+            raise EngineError(said, reason="unsupported")
+        async with self._hashing:
+            if self._on_gpu is None or self._on_gpu[0] is not staged:
+                entries, dtype = staged.manifest.tensors, staged.manifest.dtype
+                found = await asyncio.to_thread(served_checksums, staged.path, entries, dtype, device, None)
+                self._on_gpu = staged, found
+            return self._on_gpu[1]
+
     async def close(self) -> None:
         await asyncio.gather(*(link.transport.forget() for link in self._links))
 
@@ -113,6 +135,7 @@ class Link:
         self.served: Staged | None = None
         self.loading: Staged | None = None
         self.seconds: Seconds | None = None  # of the last delivery
+        self.device = ""  # that the engine runs on, as it says
 
     async def __call__(self, http: SglangHttp, weights: Any, version: int, /) -> None:
         """Raises EngineError where the engine does not serve `weights` as `version` now. None: there is no adapter."""
@@ -125,6 +148,9 @@ class Link:
             files = await self._needed(http, staged)
             await self._check_files(staged, files)
             await self._connect(http)
+            if self.bridge.check:
+                self.device = self.device or str((await http.get("/server_info"))["device"])
+                await self.bridge.expected(staged, self.device)  # computed before anything pauses
             await self._load(http, staged, files)
         finally:
             self.loading = None
@@ -154,7 +180,7 @@ class Link:
             delivered = time.monotonic()
             await check_label(http, staged.version)
             if self.bridge.check:
-                await check_served(http, staged.manifest.served)
+                await check_served(http, await self.bridge.expected(staged, self.device))
             checked = time.monotonic()
             await http.command("/continue_generation", {}, timeout_s=CONTROL_S)
         except BaseException:
@@ -200,6 +226,9 @@ async def check_label(http: SglangHttp, version: int) -> None:
 async def check_served(http: SglangHttp, expected: Mapping[str, str]) -> None:
     """Raises EngineError where what the server has is not what was staged, tensor by tensor."""
     answer = await http.command("/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S)
+    if len(answer["ranks"]) != 1:
+        said = f"{http.server.url} has {len(answer['ranks'])} ranks, and checksums are known for one"
+        raise EngineError(f"{said}: publish without the check", reason="unsupported")
     found = answer["ranks"][0]["checksums"]
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:

@@ -45,7 +45,7 @@ class Manifest:
     dtype: str
     files: Mapping[str, int]  # name -> bytes, in the order in which they are sent
     tensors: Mapping[str, Entry]  # by the checkpoint's name, in the order in which they lie in their file
-    served: Mapping[str, str]  # what a server of one rank on a CPU reports when it has all of it; {} where not known
+    served: Mapping[str, str]  # what a server of one rank on a CPU reports; {} where its layout is not known
 
     @property
     def nbytes(self) -> int:

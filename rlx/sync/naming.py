@@ -1,7 +1,7 @@
-"""What SGLang makes of the tensors of a checkpoint when it serves them on a CPU: some are fused, some are padded.
+"""What SGLang makes of the tensors of a checkpoint when it serves them: some are fused, some are padded.
 
 A checkpoint's q_proj, k_proj and v_proj are the rows of one qkv_proj, gate_proj and up_proj those of one gate_up_proj.
-Zeros fill the vocabulary up to a multiple of 64, and an MLP's width to a multiple of 32.
+Zeros fill the vocabulary up to a multiple of 64 and, on a CPU, an MLP's width to a multiple of 32.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def _place(name: str) -> int:
     return FUSED[_FUSED_INTO[last]].index(last) if last in _FUSED_INTO else 0
 
 
-def served_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def served_shape(name: str, shape: tuple[int, ...], device: str) -> tuple[int, ...]:
     """`shape` of the checkpoint's tensor `name` with the zeros behind its rows and columns."""
     last = name.split(".")[-2]
     if last in ("embed_tokens", "lm_head"):
         return _up(shape[0], VOCABULARY_MULTIPLE), *shape[1:]
+    if device != "cpu":
+        return shape
     if last in ("gate_proj", "up_proj"):
         return _up(shape[0], MLP_MULTIPLE), *shape[1:]
     if last == "down_proj":

@@ -31,8 +31,8 @@ from rlx.models.files import write_json
 from rlx.models.hf import to_hf
 from rlx.models.hf_config import architecture_config
 from rlx.models.hf_names import hf_tensors
-from rlx.sync.manifest import ITEMSIZE, SERVED_DIGITS, Entry, Manifest, header
-from rlx.sync.naming import served_layout_unsupported_reason, served_parts, served_shape
+from rlx.sync.manifest import ITEMSIZE, Entry, Manifest, header
+from rlx.sync.served import served_checksums
 from rlx.sync.tensors import Leaves, check_params, host_tensors
 
 BUCKET_BYTES = 256 << 20
@@ -146,7 +146,7 @@ class Staging:
                     out / file, {n: shapes[n] for n in names}, self.dtype, arrays, pool, self.durable
                 )
             sizes = {entry.file: (out / entry.file).stat().st_size for entry in entries.values()}
-            served = _served(out, entries, self.dtype, pool)
+            served = served_checksums(out, entries, self.dtype, "cpu", pool)
             manifest = Manifest(version, self.dtype, sizes, entries, served)
             manifest.write(out)
             write_json(out / "config.json", architecture_config(self.arch, self.dtype))
@@ -218,36 +218,6 @@ def _write_file(
         if durable:
             os.fsync(file.fileno())
     return {name: Entry(path.name, at, shapes[name], done.result()) for name, (at, done) in placed.items()}
-
-
-def _served(out: Path, entries: Mapping[str, Entry], dtype: str, pool: ThreadPoolExecutor) -> dict[str, str]:
-    """What a server of one rank reports when it serves these tensors; {} where its layout is not known."""
-    if served_layout_unsupported_reason(entries) is not None:
-        return {}
-    files = {entry.file: np.memmap(out / entry.file, np.uint8, "r") for entry in entries.values()}
-
-    def checksum(names: Sequence[str]) -> str:
-        alone = entries[names[0]]
-        if len(names) == 1 and served_shape(names[0], alone.shape) == alone.shape:
-            return alone.checksum[:SERVED_DIGITS]
-        digest = hashlib.sha256()
-        for name in names:
-            entry = entries[name]
-            end = entry.offset + ITEMSIZE[dtype] * int(np.prod(entry.shape))
-            digest.update(_padded(files[entry.file][entry.offset : end], entry.shape, served_shape(name, entry.shape)))
-        return digest.hexdigest()[:SERVED_DIGITS]
-
-    parts = served_parts(entries)
-    return dict(zip(parts, pool.map(checksum, parts.values())))
-
-
-def _padded(content: np.ndarray[Any, Any], shape: tuple[int, ...], served: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Bytes of a tensor of `shape` with zeros behind its rows and columns, up to `served`."""
-    if served == shape:
-        return content
-    rows = content.reshape(shape[0], -1)
-    columns = rows.shape[1] // shape[-1] * served[-1]
-    return np.ascontiguousarray(np.pad(rows, ((0, served[0] - shape[0]), (0, columns - rows.shape[1]))))
 
 
 def _sha256(content: memoryview) -> str:

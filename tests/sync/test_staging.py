@@ -104,7 +104,7 @@ def test_nothing_is_left_of_a_version_that_could_not_be_written(tmp_path, monkey
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(staging, "_served", full)
+    monkeypatch.setattr(staging, "served_checksums", full)
     with pytest.raises(OSError, match="No space left"):
         stage(tmp_path / "s", tiny_model.params(1))
     assert list((tmp_path / "s").iterdir()) == []
@@ -165,8 +165,9 @@ def test_served_names_and_shapes():
         names[1]: (names[1],),
     }
     assert served_name("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.gate_up_proj.weight"
-    assert served_shape("lm_head.weight", (65, 8)) == (128, 8)
-    assert served_shape("model.layers.0.mlp.down_proj.weight", (8, 33)) == (8, 64)
-    assert served_shape("model.norm.weight", (8,)) == (8,)
+    assert served_shape("lm_head.weight", (65, 8), "cuda") == (128, 8)
+    assert served_shape("model.layers.0.mlp.down_proj.weight", (8, 33), "cpu") == (8, 64)
+    assert served_shape("model.layers.0.mlp.down_proj.weight", (8, 33), "cuda") == (8, 33)
+    assert served_shape("model.norm.weight", (8,), "cpu") == (8,)
     assert served_layout_unsupported_reason(names) is None
     assert "experts" in served_layout_unsupported_reason([*names, "model.layers.0.mlp.experts.0.up_proj.weight"])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from rlx.board import DASHBOARD, event_folders, launch, link
+from rlx.board import DASHBOARD, describe_sweep, event_folders, launch, link
 from rlx.metrics.sample_page import write_page
 from rlx.metrics.view import read_run
 from rlx.show import tokenizer_of
@@ -96,6 +96,7 @@ def hparams(browser: Browser, runs: Path, width: int = 1480, height: int = 900) 
     """TensorBoard's table of a directory of runs: what each was trained with and what came of it."""
     with tempfile.TemporaryDirectory(prefix="rlx-screenshots-") as directory:
         link(event_folders(runs), Path(directory))
+        describe_sweep(runs, Path(directory))
         url = launch(Path(directory), port=0)
         with opened(browser, f"{url}#hparams", width, height) as tab:
             tab.page.wait_for_selector("text=learner.learning_rate", state="visible", timeout=WAIT_MS)

@@ -23,10 +23,12 @@ from pathlib import Path
 from tensorboard import default, program
 
 from rlx import cli
+from rlx.metrics.tensorboard import flatten, write_sweep
 from rlx.metrics.view import NotARun, read_run, runs_below
 
 EVERY_SECONDS = 5.0  # between two looks for new runs
 DASHBOARD = "#custom_scalars"
+PARTS = {"supervised": "sft", "watch": "watch"}  # folders of a run with events of their own, and what they are called
 
 
 class BoardError(RuntimeError):
@@ -41,13 +43,13 @@ def event_folders(path: Path) -> dict[str, Path]:
     """
     runs = runs_below(path) or [read_run(path).path]
     found = {_name(run): run / "events" for run in runs}
-    found |= {_name(run / "supervised"): run / "supervised" / "events" for run in runs}
+    found |= {_name(run / part): run / part / "events" for run in runs for part in PARTS}
     return {name: folder for name, folder in found.items() if folder.is_dir()}
 
 
 def _name(run: Path) -> str:
     run = run.resolve()
-    return f"{run.parent.name}-sft" if run.name == "supervised" else run.name
+    return f"{run.parent.name}-{PARTS[run.name]}" if run.name in PARTS else run.name
 
 
 def link(folders: dict[str, Path], into: Path) -> None:
@@ -55,6 +57,13 @@ def link(folders: dict[str, Path], into: Path) -> None:
     for name, folder in folders.items():
         if not (into / name).is_symlink():
             (into / name).symlink_to(folder.resolve(), target_is_directory=True)
+
+
+def describe_sweep(path: Path, into: Path) -> None:
+    """Several runs of one directory are shown by the settings that they differ in."""
+    runs = runs_below(path)
+    if len(runs) > 1:
+        write_sweep(into, [flatten(read_run(run).config) for run in runs])
 
 
 def launch(logdir: Path, port: int, host: str = "127.0.0.1") -> str:
@@ -103,6 +112,7 @@ def serve(path: Path, port: int, host: str) -> None:
         raise NotARun(f"{path} has no TensorBoard events: it was made with metrics.tensorboard = False, or just began")
     with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="rlx-tensorboard-") as logdir:
         link(folders, Path(logdir))
+        describe_sweep(path, Path(logdir))
         url = launch(Path(logdir), port, host)
         print(f"TensorBoard of {', '.join(sorted(folders))}: {url}{DASHBOARD}   (Ctrl-C ends it)", flush=True)
         while not stopped.wait(EVERY_SECONDS):

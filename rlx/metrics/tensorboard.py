@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -78,7 +78,9 @@ class TensorBoard:
         self._summary(layout_summary(overview, METRICS), step=0)
         settings = flatten(config)
         self._summary(experiment_summary(settings), step=0)
-        self._summary(hparams_pb(settings), step=0)
+        self._summary(
+            hparams_pb(settings, trial_id=str(settings["run.name"]) if "run.name" in settings else None), step=0
+        )
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Writes numbers by metric name, float32."""
@@ -160,12 +162,29 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
     return flat
 
 
-def experiment_summary(settings: Mapping[str, bool | int | float | str]) -> summary_pb2.Summary:
-    """What the hyperparameter dashboard has columns for. Without it every scalar of a run would be one."""
+def write_sweep(directory: Path, runs: Sequence[Mapping[str, bool | int | float | str]]) -> None:
+    """An event file beside those of several runs: the hyperparameter dashboard shows first what they differ in.
+
+    `runs`: the flat settings of each.
+    """
+    shown = [name for name in runs[0] if name.partition(".")[0] in COLUMNS]
+    differ = {name for name in shown if len({str(settings.get(name)) for settings in runs}) > 1}
+    writer = EventFileWriter(str(directory))
+    writer.add_event(event_pb2.Event(wall_time=time.time(), summary=experiment_summary(runs[0], differ)))
+    writer.close()
+
+
+def experiment_summary(
+    settings: Mapping[str, bool | int | float | str], differ: Collection[str] = ()
+) -> summary_pb2.Summary:
+    """What the hyperparameter dashboard has columns for, those that `differ` first. Without it every scalar of a run
+    would be one."""
     kinds = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
     experiment = api_pb2.Experiment(
         hparam_infos=[
-            api_pb2.HParamInfo(name=name, type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64))
+            api_pb2.HParamInfo(
+                name=name, type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64), differs=name in differ
+            )
             for name, value in settings.items()
             if name.partition(".")[0] in COLUMNS
         ],

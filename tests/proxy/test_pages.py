@@ -102,10 +102,8 @@ def test_tensorboard_shows_target_beside_proxy_and_what_each_was_trained_with(br
             assert page.get_by_text(name, exact=True).first.is_visible()
         assert errors == []
     with hparams(browser, tmp_path / "runs") as (page, _):
-        for said in ("target", "proxy", "learner.learning_rate"):
+        for said in ("target", "proxy", "0.0010000", "0.010000"):
             assert page.get_by_text(said).first.is_visible()
-        if os.environ.get("RLX_SHOT"):
-            page.screenshot(path=os.environ["RLX_SHOT"])
 
 
 def test_the_page_of_no_charts_is_a_page_too(browser, tmp_path):

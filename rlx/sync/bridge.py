@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from rlx.sync.manifest import MAX_NAMED, StagingError, check_files
 from rlx.sync.naming import served_layout_unsupported_reason
 from rlx.sync.served import served_checksums
 from rlx.sync.staging import Staged, Staging, prune
+from rlx.sync.tensors import Leaves
 
 CONTROL_S = 60.0  # for a call that moves no weights
 
@@ -63,20 +65,17 @@ class Bridge:
       transport: makes an engine's own.
       check: compare the checksums of what each engine serves after each delivery. Costs the engine a pass over its
         weights; without it only names, shapes and sizes are checked, on the way out.
-        Of models whose served layout is not known it is refused (ValueError).
+        Where these checksums are not known a warning says so, once.
       keep: versions left in the staging directory beside those that an engine has.
     """
 
     def __init__(self, staging: Staging, transport: Callable[[], Transport], *, check: bool = True, keep: int = 2):
-        reason = served_layout_unsupported_reason(hf_tensors(staging.arch)) if check else None
-        if reason is not None:
-            raise ValueError(f"engines cannot be checked after each publication: {reason}; publish without the check")
         self.staging, self.transport, self.check, self.keep = staging, transport, check, keep
         self.stage_seconds = 0.0  # of the last `prepare`
         self._links: list[Link] = []
         self._staging, self._hashing = asyncio.Lock(), asyncio.Lock()
         self._on_gpu: tuple[Staged, Mapping[str, str]] | None = None  # checksums of the last version
-        self._staged: Staged | None = None
+        self._staged: tuple[Staged, Leaves] | None = None
 
     def link(self) -> Link:
         """The loader of one engine (`rlx.rollout.sglang.Loader`)."""
@@ -92,21 +91,18 @@ class Bridge:
         if isinstance(weights, Staged):
             return weights
         async with self._staging:
-            if self._staged is None or self._staged.version != version:
+            if self._staged is None or self._staged[0].version != version or self._staged[1].changed(weights):
                 began = time.monotonic()
                 staged = await asyncio.to_thread(self.staging.stage, weights, version)
                 if staged is None:
                     raise RuntimeError("only the first process of a run has engines to publish to")
-                self._staged, self.stage_seconds = staged, time.monotonic() - began
-            return self._staged
+                self._staged, self.stage_seconds = (staged, Leaves(weights)), time.monotonic() - began
+            return self._staged[0]
 
     async def expected(self, staged: Staged, device: str) -> Mapping[str, str]:
-        """What an engine of one rank on `device` reports with all of it. Raises EngineError for an unknown device."""
+        """What an engine of one rank on `device`, cpu or cuda, reports when it has all of it."""
         if device == "cpu":
             return staged.manifest.served
-        if device != "cuda":
-            said = f"the checksums of engines on {device!r} are not known: publish without the check"
-            raise EngineError(said, reason="unsupported")
         async with self._hashing:
             if self._on_gpu is None or self._on_gpu[0] is not staged:
                 entries, dtype = staged.manifest.tensors, staged.manifest.dtype
@@ -121,6 +117,7 @@ class Bridge:
         """Remove what no engine needs. While one has not loaded yet, it may serve any of them: nothing is removed."""
         if all(link.served is not None or link.loading is not None for link in self._links):
             in_use = [staged for link in self._links for staged in (link.served, link.loading) if staged is not None]
+            in_use += [self._staged[0]] if self._staged else []  # what is published next
             prune(self.staging.directory, {staged.path for staged in in_use}, self.keep)
 
 
@@ -136,6 +133,8 @@ class Link:
         self.loading: Staged | None = None
         self.seconds: Seconds | None = None  # of the last delivery
         self.device = ""  # that the engine runs on, as it says
+        self._unchecked = False
+        self._expected: Mapping[str, str] | None = None  # checksums of the version that is being delivered
 
     async def __call__(self, http: SglangHttp, weights: Any, version: int, /) -> None:
         """Raises EngineError where the engine does not serve `weights` as `version` now. None: there is no adapter."""
@@ -148,13 +147,25 @@ class Link:
             files = await self._needed(http, staged)
             await self._check_files(staged, files)
             await self._connect(http)
-            if self.bridge.check:
-                self.device = self.device or str((await http.get("/server_info"))["device"])
-                await self.bridge.expected(staged, self.device)  # computed before anything pauses
+            if self.bridge.check and await self._is_known(http):
+                self._expected = await self.bridge.expected(staged, self.device)
             await self._load(http, staged, files)
         finally:
             self.loading = None
         await asyncio.to_thread(self.bridge.tidy)
+
+    async def _is_known(self, http: SglangHttp) -> bool:
+        """Are the checksums of what this engine serves known here?"""
+        if not self.device:
+            info = await http.get("/server_info")
+            self.device = str(info["device"])
+            reason = served_layout_unsupported_reason(hf_tensors(self.bridge.staging.arch))
+            if self.device not in ("cpu", "cuda") or info["tp_size"] != 1:
+                reason = f"checksums are known of one rank on cpu or cuda, not of {info['tp_size']} on {self.device}"
+            if reason is not None:
+                self._unchecked = True
+                warnings.warn(f"{http.server.url} is not checked after publications: {reason}", stacklevel=2)
+        return not self._unchecked
 
     async def _check_files(self, staged: Staged, files: Sequence[str]) -> None:
         try:
@@ -179,8 +190,8 @@ class Link:
             await self._deliver(http, staged, files)
             delivered = time.monotonic()
             await check_label(http, staged.version)
-            if self.bridge.check:
-                await check_served(http, await self.bridge.expected(staged, self.device))
+            if self._expected is not None:
+                await check_served(http, self._expected)
             checked = time.monotonic()
             await http.command("/continue_generation", {}, timeout_s=CONTROL_S)
         except BaseException:
@@ -226,9 +237,6 @@ async def check_label(http: SglangHttp, version: int) -> None:
 async def check_served(http: SglangHttp, expected: Mapping[str, str]) -> None:
     """Raises EngineError where what the server has is not what was staged, tensor by tensor."""
     answer = await http.command("/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S)
-    if len(answer["ranks"]) != 1:
-        said = f"{http.server.url} has {len(answer['ranks'])} ranks, and checksums are known for one"
-        raise EngineError(f"{said}: publish without the check", reason="unsupported")
     found = answer["ranks"][0]["checksums"]
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:

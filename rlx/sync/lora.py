@@ -35,7 +35,7 @@ from rlx.rollout.sglang_http import SglangHttp
 from rlx.rollout.sglang_requests import adapter_name, new_rid, score_body
 from rlx.rollout.sglang_responses import parse_score
 from rlx.sync.manifest import StagingError
-from rlx.sync.tensors import check_finite
+from rlx.sync.tensors import Leaves, check_finite
 from rlx.sync.torch_pickle import tensors_by_name
 
 Send = Literal["disk", "tensor"]
@@ -88,7 +88,7 @@ class AdapterBridge:
         self.directory, self.arch, self.config, self.base_path = directory, arch, config, base_path
         self.send, self.probe, self.keep = send, probe, keep
         self._staging = asyncio.Lock()
-        self._staged: StagedAdapter | None = None
+        self._staged: tuple[StagedAdapter, Leaves] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def link(self) -> AdapterLink:
@@ -100,9 +100,9 @@ class AdapterBridge:
         if isinstance(weights, StagedAdapter):
             return weights
         async with self._staging:
-            if self._staged is None or self._staged.version != version:
-                self._staged = await asyncio.to_thread(self._stage, weights, version)
-            return self._staged
+            if self._staged is None or self._staged[0].version != version or self._staged[1].changed(weights):
+                self._staged = await asyncio.to_thread(self._stage, weights, version), Leaves(weights)
+            return self._staged[0]
 
     async def close(self) -> None:
         """Nothing outlasts a delivery."""

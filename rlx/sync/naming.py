@@ -46,7 +46,7 @@ def _place(name: str) -> int:
     return FUSED[_FUSED_INTO[last]].index(last) if last in _FUSED_INTO else 0
 
 
-def served_shape(name: str, shape: tuple[int, ...], device: str) -> tuple[int, ...]:
+def served_shape(name: str, shape: tuple[int, ...], device: str = "cpu") -> tuple[int, ...]:
     """`shape` of the checkpoint's tensor `name` with the zeros behind its rows and columns."""
     last = name.split(".")[-2]
     if last in ("embed_tokens", "lm_head"):

@@ -162,12 +162,13 @@ def _only(tensors: Iterator[tuple[str, Any]], names: set[str]) -> Iterator[tuple
 
 
 def prune(directory: Path, needed: set[Path], keep: int) -> list[Path]:
-    """Removes versions that are neither `needed` nor among the newest `keep`; returns them.
+    """Removes versions that are neither `needed` nor among the `keep` written last; returns them.
 
     Files that a newer version shares stay: they are linked.
     """
-    versions = sorted(path for path in directory.glob("v*") if path.is_dir())
-    old = [path for path in versions[: len(versions) - keep] if path not in needed] if keep else []
+    # By age, not by version: a run that was resumed from an older checkpoint has written higher ones before.
+    versions = sorted((path for path in directory.glob("v*") if path.is_dir()), key=lambda p: p.stat().st_mtime_ns)
+    old = [path for path in versions[: max(0, len(versions) - keep)] if path not in needed]
     for path in old:
         shutil.rmtree(path)
     return old

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from rlx_kernels.grouped_matmul import grouped_matmul
 
@@ -13,6 +14,8 @@ from rlx.models import mlp
 from rlx.models.description import Architecture, Experts, Mlp, Params, ParamSpec, Router
 from rlx.models.layers import KEPT, rms_norm, wide
 from rlx.models.weights import Weights, linear_spec, project
+from rlx.parallel import expert
+from rlx.parallel.mesh import Placement
 
 
 @struct.dataclass
@@ -25,6 +28,7 @@ class Routing:
     load: Array  # float32 [layers, experts], tokens that chose each
     balance: Array  # float32 [layers], the balancing loss: 1 where experts are used alike
     z: Array  # float32 [layers], the router's z loss
+    dropped: Array  # int32 [layers], choices that came to no expert because an exchange had no room: `parallel.expert`
 
 
 def specs(experts: Experts, arch: Architecture) -> Params:
@@ -59,6 +63,7 @@ def forward(
     x: Float[Array, "rows t d"],
     valid: Bool[Array, "rows t"],
     replayed: Int[Array, "rows t k"] | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Float[Array, "rows t d"], Routing]:
     """Routed experts, and the shared one where there is one. Tokens that are not `valid` come to no expert.
 
@@ -74,12 +79,12 @@ def forward(
         given = replayed.reshape(choices.shape)
         choices = jnp.where(given >= 0, given, choices)
     gains = route_weights(experts.router, scores, choices)
-    y = _routed(experts, arch, weights, flat, choices, gains, seen)
+    y, dropped = _routed(experts, arch, weights, flat, choices, gains, seen, placement)
     if experts.shared_width:
         shared = mlp.forward(Mlp(experts.shared_width, experts.situ), weights.sub("shared"), flat)
         y = y + (shared * jax.nn.sigmoid(project(weights, "shared_gate", flat)) if experts.shared_gated else shared)
     by_token = (out.reshape(*x.shape[:2], *out.shape[1:]) for out in (choices, gains, margin))
-    return y.reshape(x.shape), Routing(*by_token, *_statistics(experts, logits, scores, choices, seen))
+    return y.reshape(x.shape), Routing(*by_token, *statistics(experts, logits, scores, choices, seen), dropped)
 
 
 def route_scores(router: Router, logits: Float[Array, "t experts"]) -> Float[Array, "t experts"]:
@@ -112,7 +117,7 @@ def route_weights(router: Router, scores: Float[Array, "t experts"], choices: In
     return gains * router.scale
 
 
-def _statistics(
+def statistics(
     experts: Experts, logits: Array, scores: Array, choices: Array, seen: Array
 ) -> tuple[Array, Array, Array]:
     """(load, balancing loss, z loss): N Σ_e f_e P_e of Switch Transformers (arXiv 2101.03961, eq. 4-6) with f the share
@@ -133,20 +138,58 @@ def _routed(
     choices: Int[Array, "t k"],
     gains: Float[Array, "t k"],
     seen: Bool[Array, " t"],
-) -> Float[Array, "t d"]:
+    placement: Placement | None,
+) -> tuple[Float[Array, "t d"], Int[Array, ""]]:
+    """(the experts' weighted sum, choices dropped)."""
     inner = project(weights, "routed_expert_down_proj", x) if experts.latent else x
-    # Sorted by expert; what is not seen comes last, into no group.
-    expert = jnp.where(seen[:, None], choices, experts.count).reshape(-1)
-    order = jnp.argsort(expert, stable=True)
-    sizes = jnp.zeros(experts.count, jnp.int32).at[expert].add(1, mode="drop")
-    inside = weights.sub("experts")
-    both = grouped(inside, "gate_up_proj", inner[order // experts.top_k], sizes)
-    made = grouped(inside, "down_proj", mlp.activate(experts.situ, *jnp.split(both, 2, axis=-1)), sizes)
-    made = made[jnp.argsort(order)].reshape(*choices.shape, -1)
-    y = (made * gains[..., None].astype(made.dtype)).sum(axis=1)
+    wanted, inside = jnp.where(seen[:, None], choices, experts.count), weights.sub("experts")
+    if placement is not None and placement.layout.ep > 1:
+        y, dropped = _exchanged(experts, inside, inner, wanted, gains, placement)
+    else:
+        # Sorted by expert; what is not seen comes last, into no group.
+        order = jnp.argsort(wanted.reshape(-1), stable=True)
+        sizes = jnp.zeros(experts.count, jnp.int32).at[wanted.reshape(-1)].add(1, mode="drop")
+        made = _through(experts, inside, inner[order // experts.top_k], sizes)
+        made = made[jnp.argsort(order)].reshape(*choices.shape, -1)
+        y, dropped = (made * gains[..., None].astype(made.dtype)).sum(axis=1), jnp.int32(0)
     if experts.latent_norm:
         y = rms_norm(y, weights.params["routed_expert_norm"], arch.rms_norm_eps)
-    return project(weights, "routed_expert_up_proj", y) if experts.latent else y
+    return project(weights, "routed_expert_up_proj", y) if experts.latent else y, dropped
+
+
+def _through(
+    experts: Experts, weights: Weights, x: Float[Array, "n d"], sizes: Int[Array, " experts"]
+) -> Float[Array, "n d"]:
+    """Sorted tokens through their experts."""
+    both = grouped(weights, "gate_up_proj", x, sizes)
+    return grouped(weights, "down_proj", mlp.activate(experts.situ, *jnp.split(both, 2, axis=-1)), sizes)
+
+
+def _exchanged(
+    experts: Experts,
+    weights: Weights,
+    x: Float[Array, "t d"],
+    wanted: Int[Array, "t k"],
+    gains: Float[Array, "t k"],
+    placement: Placement,
+) -> tuple[Float[Array, "t d"], Int[Array, ""]]:
+    """`_routed` with experts over devices."""
+    trees = (weights.params, weights.adapter)
+    axes = placement.layout.expert_axes
+    # What leads with the experts has three axes; the outer factors of an adapter that all experts share have two.
+    cut = jax.tree.map(lambda leaf: PartitionSpec(axes) if leaf.ndim == 3 else PartitionSpec(), trees)
+
+    def compute(trees: tuple[Params, Params], rows: Array, sizes: Array) -> Array:
+        return _through(experts, Weights(*trees, weights.scale), rows, sizes)
+
+    return expert.run(placement, compute, trees, cut, x, wanted, gains, experts.count)
+
+
+def joined(routing: Routing) -> Routing:
+    """Of micro-batches, [layers, micro-batches, ...], as of their rows together; the losses are means."""
+    rows = [x.reshape(len(x), -1, *x.shape[3:]) for x in (routing.choices, routing.weights, routing.margin)]
+    balance, z = routing.balance.mean(axis=1), routing.z.mean(axis=1)
+    return Routing(*rows, routing.load.sum(axis=1), balance, z, routing.dropped.sum(axis=1))
 
 
 def grouped(weights: Weights, name: str, x: Float[Array, "n i"], sizes: Int[Array, " experts"]) -> Float[Array, "n o"]:

@@ -180,17 +180,14 @@ def _everything(arch: Architecture, config: Mapping[str, Any], tensors: Mapping[
 
 def _narrowed(arch: Architecture, every: LoraConfig, named: list[str], tensors: set[str]) -> LoraConfig:
     """The settings under which the adapter has these tensors: PEFT's names where they say enough, else whole names."""
-    order = list(dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears(arch)))
-    plain = [name for name in order if name in named]
-    experts = every.experts if any(".experts." in name for name in tensors) else "per_expert"
-    config = dataclasses.replace(every, targets=tuple(plain), experts=experts)
-    if len(plain) == len(named) and set(peft_tensors(arch, config)) == tensors:
-        return config
-    whole = (
-        name for name in every.targets if tensors & set(peft_tensors(arch, dataclasses.replace(every, targets=(name,))))
-    )
-    found = dataclasses.replace(config, targets=tuple(whole))
-    return found if found.targets else config
+    if not any(".experts." in name for name in tensors):  # which a plain name does not mean here
+        order = dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears(arch))
+        plain = tuple(name for name in order if name in named)
+        config = dataclasses.replace(every, targets=plain, experts="per_expert")
+        if len(plain) == len(named):
+            return config
+    alone = {name: set(peft_tensors(arch, dataclasses.replace(every, targets=(name,)))) for name in every.targets}
+    return dataclasses.replace(every, targets=tuple(name for name, own in alone.items() if own & tensors))
 
 
 def _check_shapes(arch: Architecture, adapter: Params, config: LoraConfig) -> None:

@@ -161,8 +161,8 @@ def _kimi_layers(
 ) -> tuple[Layer, ...]:
     """`linear_attn_config` counts layers from 1."""
     linear, count = required(config, "linear_attn_config"), integer(config, "num_hidden_layers")
-    recurrent, attending = set(required(linear, "kda_layers")), set(required(linear, "full_attn_layers"))
-    every = set(range(1, count + 1))
+    every, attending = set(range(1, count + 1)), set(required(linear, "full_attn_layers"))
+    recurrent = set(linear.get("kda_layers") or every - attending)
     if recurrent & attending or (recurrent | attending) != every:
         raise ValueError(
             f"linear_attn_config: kda_layers {sorted(recurrent)} and full_attn_layers {sorted(attending)} must be the "

@@ -16,9 +16,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 BLOCK = 8  # tokens
-# The lowest log-decays: four times the second is within float32's exponents. e^-20 of a state is below what float32
-# sees beside what a token adds.
-LOWEST_SCALAR, LOWEST_CHANNEL = -100.0, -20.0
 
 
 class Decayed(NamedTuple):
@@ -37,7 +34,8 @@ def scalar_pairs(
 ) -> Decayed:
     """One decay for all channels: the products as they are, times e^{D_ij}."""
     size = key.shape[-2]
-    start, end = (x[..., 0] for x in _block_sums(jnp.maximum(decay, LOWEST_SCALAR)))  # [..., blocks, BLOCK]
+    bounded = jnp.maximum(decay, 1.15 * _log_smallest(decay))
+    start, end = (x[..., 0] for x in _block_sums(bounded))  # [..., blocks, BLOCK]
     totals, count = start[..., -1], size // BLOCK
     i, j, k = np.ogrid[:count, :count, :count]
     between = dot("ijk,...k->...ij", jnp.asarray((j < k) & (k < i), totals.dtype), totals)
@@ -56,7 +54,7 @@ def channel_pairs(
 ) -> Decayed:
     """A decay for each channel. Rows are the keys and the queries of each block, so that a product has all of them."""
     *batch, size, width = key.shape
-    start, end = _block_sums(jnp.maximum(decay, LOWEST_CHANNEL))
+    start, end = _block_sums(jnp.maximum(decay, _lowest(decay)))
     keys = key.reshape(start.shape)
     rows = jnp.stack([keys, query.reshape(start.shape)], axis=-3)  # [..., blocks, 2, BLOCK, d]
     middle = start[..., BLOCK // 2 - 1 : BLOCK // 2, :]
@@ -86,6 +84,17 @@ def lower_block(inner: jax.Array, crossing: jax.Array) -> jax.Array:
 def dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Matrix units would round float32 operands first if they were not told to keep them."""
     return jnp.einsum(formula, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _log_smallest(decay: jax.Array) -> float:
+    """-87 in float32. What is well below is a decay to 0, and its sums lose fewer digits than those of -inf's like."""
+    return float(np.log(jnp.finfo(decay.dtype).smallest_normal))
+
+
+def _lowest(decay: jax.Array) -> float:
+    """-20 in float32: half a block of it is within the exponents, and e^-20 of a state is less than float32 sees beside
+    what a token adds."""
+    return 0.92 * _log_smallest(decay) / (BLOCK / 2)
 
 
 def _block_sums(decay: Float[Array, "*batch c d"]) -> tuple[jax.Array, jax.Array]:

@@ -27,13 +27,11 @@ from rlx.metrics.ledger import Ledger
 from rlx.rollout import journal, resume, timing
 from rlx.rollout.buffer import Batch, Buffer
 from rlx.rollout.collect import collect
-from rlx.rollout.fleet import Fleet
-from rlx.rollout.local import LocalEngine
-from rlx.rollout.options import fleet_options, producer_options, rules
+from rlx.rollout.options import producer_options, rules
 from rlx.rollout.producer import Producer
 from rlx.rollout.report import take_scalars
 from rlx.rollout.session import TaskEnvironment
-from rlx.sync.publisher import Publisher
+from rlx.serving import Serving
 from rlx.types import Count, Task
 
 JOURNAL, TIMING = "journal", "timing.jsonl"
@@ -45,7 +43,7 @@ class Parts:
 
     config: Config
     tokenizer: ChatTokenizer
-    engine: LocalEngine
+    serving: Serving
     graders: GraderPool
     stream: TaskStream
     ledger: Ledger
@@ -110,7 +108,7 @@ class Synchronous:
         instances = parts.stream.next_tasks(parts.config.rollout.tasks_per_update)
         asked = [(instance.group, instance.task) for instance in instances]
         sampling = assemble.sampling(parts.config)
-        groups = await collect(parts.engine, parts.graders, parts.tokenizer, asked, sampling)
+        groups = await collect(parts.serving.engine, parts.graders, parts.tokenizer, asked, sampling)
         samples = [s for g in groups for s in g.samples]
         parts.ledger.generated(sum(s.num_written for s in samples), len(samples), len(groups))
         for group in groups:
@@ -123,7 +121,7 @@ class Synchronous:
         self.buffer.done(self._taken, applied)
 
     def publish(self, weights: Any, version: int) -> None:
-        self.parts.preemption.finish(self.parts.engine.load(weights, version))
+        self.parts.preemption.finish(self.parts.serving.publish(weights, version))
 
     def scalars(self) -> dict[str, float]:
         self.parts.ledger.check(self.buffer.holdings())
@@ -140,13 +138,12 @@ class Overlapped:
     """See the module's docstring.
 
     Args:
-      policy, version: what the engine serves.
       directory: of the run; it gets journal/ and timing.jsonl.
       state: of `get_state`, to go on from with what the journal has beyond it; {} where nothing was saved; None: a
         fresh run, whatever the directory holds.
     """
 
-    def __init__(self, parts: Parts, policy: Any, version: int, directory: Path, state: Mapping[str, Any] | None):
+    def __init__(self, parts: Parts, directory: Path, state: Mapping[str, Any] | None):
         if state is None:
             shutil.rmtree(directory / JOURNAL, ignore_errors=True)
             (directory / TIMING).unlink(missing_ok=True)
@@ -155,9 +152,7 @@ class Overlapped:
         self.timing = JsonlWriter(directory / TIMING)
         self._update: dict[str, Any] = {}
         self.segments: dict[str, int] = {}  # checkpoint's step -> the journal's segment that begins with it
-        engine = timing.TimedReplica(parts.engine, self.trace)
-        self.fleet = Fleet([engine], fleet_options(config), policy, version, parts.ledger)
-        self.publisher = Publisher(self.fleet, config.producer.publication)
+        self.fleet, self.publisher = parts.serving.fleet, parts.serving.publisher
         self.buffer = Buffer(rules(config, config.producer.max_policy_lag), parts.ledger)
         beyond = [] if state is None else list(journal.read(directory / JOURNAL, state.get("journal", 0)))
         self.journal = journal.Journal(directory / JOURNAL)
@@ -182,6 +177,7 @@ class Overlapped:
         self.parts.ledger.book_lost(*known)
 
     def __enter__(self) -> Overlapped:
+        self.parts.serving.trace = self.trace
         self.parts.preemption.finish(self.producer.__aenter__())
         return self
 
@@ -189,12 +185,14 @@ class Overlapped:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_update()
-        self.parts.preemption.finish(self._close())
+        self.parts.preemption.finish(self._close(failed=kind is not None))
 
-    async def _close(self) -> None:
-        await self.publisher.close()
+    async def _close(self, failed: bool) -> None:
+        """The engines go on serving, all of them the newest version, unless the run is given up."""
         await self.producer.stop()
-        await self.fleet.__aexit__(None, None, None)
+        if not failed:
+            await self.publisher.settled()
+        self.parts.serving.trace = None
         self.journal.sync()
         self.timing.sync()
 

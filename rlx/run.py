@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,21 +17,22 @@ from rlx.checkpoint import Checkpoints, Restored
 from rlx.config.identity import RUN, check_same
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
+from rlx.data.packing import pack as pack_batch
 from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.graders import GraderPool, check_gold_answers
 from rlx.envs.tasks import build_tasks
 from rlx.feed import Feed, Overlapped, Parts, Synchronous
 from rlx.interrupt import Preemption
 from rlx.learner.state import LearnerState, make_optimizer
-from rlx.learner.step import StepConfig
+from rlx.learner.step import StepConfig, compile_update
 from rlx.metrics.jsonl import read_json, read_jsonl, write_bytes
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.rundir import Records, RunDirectory, RunDirectoryError, open_run
 from rlx.metrics.timers import Timers
 from rlx.parallel import runtime
 from rlx.recorder import Recorder
-from rlx.rollout.local import LocalEngine
 from rlx.rollout.records import pack, unpack
+from rlx.serving import Serving, open_serving, started_servers
 from rlx.types import Task
 
 
@@ -82,7 +84,7 @@ class Run:
     stream: TaskStream
     held_out: list[Task]
     held_out_digest: str
-    engine: LocalEngine
+    serving: Serving
     graders: GraderPool
     checkpoints: Checkpoints
     recorder: Recorder
@@ -92,6 +94,7 @@ class Run:
     state: LearnerState
     progress: Progress
     ledger: Ledger
+    compiled: Future[None]  # done when the update is compiled
     flow: dict[str, Any] | None  # what was under way in the checkpoint that was restored; None: the run is fresh
     started: float  # time.monotonic() of this process's start
 
@@ -117,7 +120,7 @@ class Run:
         parts = Parts(
             self.config,
             self.model.tokenizer,
-            self.engine,
+            self.serving,
             self.graders,
             self.stream,
             self.ledger,
@@ -125,7 +128,7 @@ class Run:
         )
         if not self.config.producer.max_policy_lag:
             return Synchronous(parts)
-        return Overlapped(parts, self.policy(), self.version, self.directory, self.flow)
+        return Overlapped(parts, self.directory, self.flow)
 
     def moment(self, feed: Feed | None = None) -> Moment:
         """The state of now, which is that after update `progress.update`."""
@@ -196,7 +199,7 @@ def open_training(config: Config) -> Iterator[Run]:
 
     Raises:
       ValueError, OSError: tasks, model or tokenizer that cannot be used; says what to do.
-      RunDirectoryError, CheckpointError: a run directory that cannot be used as asked.
+      RunDirectoryError, CheckpointError: a run directory that cannot be used as asked. And what `open_serving` raises.
     """
     started = time.monotonic()
     runtime.use_compilation_cache(config.run.compilation_cache)
@@ -209,6 +212,7 @@ def open_training(config: Config) -> Iterator[Run]:
         graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in tasks})))
         check_gold_answers(graders, tasks)
 
+        group = stack.enter_context(started_servers(config, directory.path))  # they start while the model is read
         model = assemble.load_model(config)
         assemble.check_prompts(config, model.tokenizer, tasks)
         optimizer = make_optimizer(config.learner)
@@ -227,8 +231,26 @@ def open_training(config: Config) -> Iterator[Run]:
             stream.set_state(host["stream"])
             ledger.set_state(host["ledger"])
 
+        if not config.lora.rank:
+            model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
         samples = config.rollout.tasks_per_update * config.rollout.group_size
+        step = assemble.step_config(config, model.arch, samples)
+        packing = assemble.packing_config(config, samples, assemble.head_size(config))
+        # Of a batch only the shapes count, and they are those of an empty one.
+        (padding,) = assemble.device_batch(pack_batch([], packing))
+        compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
+        compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
         policy = assemble.policy_params(config, model, state.trainable)
+        serving = open_serving(
+            config,
+            model,
+            policy,
+            int(state.version),
+            ledger,
+            group=group,
+            directory=directory.path,
+            preemption=preemption,
+        )
         recorder = (
             Recorder(config, directory, -1, Records(0, 0))
             if restored is None
@@ -239,12 +261,12 @@ def open_training(config: Config) -> Iterator[Run]:
             directory=directory.path,
             model=model,
             optimizer=optimizer,
-            step=assemble.step_config(config, model.arch, samples),
-            packing=assemble.packing_config(config, samples, assemble.head_size(config)),
+            step=step,
+            packing=packing,
             stream=stream,
             held_out=held_out,
             held_out_digest=digest(held_out),
-            engine=assemble.make_engine(config, model, policy, int(state.version)),
+            serving=stack.enter_context(serving),
             graders=graders,
             checkpoints=checkpoints,
             recorder=stack.enter_context(recorder),
@@ -254,6 +276,7 @@ def open_training(config: Config) -> Iterator[Run]:
             state=state,
             progress=progress,
             ledger=ledger,
+            compiled=compiled,
             flow=flow,
             started=started,
         )

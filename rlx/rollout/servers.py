@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 LAUNCHER = Path(__file__).resolve().parents[1] / "engine_env" / "sglang_serve.py"
@@ -104,10 +104,13 @@ def start(spec: ServerSpec) -> Server:
     return Server(spec, process)
 
 
-def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
-    """Until all answer /health with 200. Raises ServerFailed for the first that ended, or that takes too long."""
+def wait_ready(servers: Sequence[Server], timeout_s: float, check: Callable[[], None] | None = None) -> None:
+    """Until all answer /health with 200. Raises ServerFailed for the first that ended, or that takes too long, and
+    what `check`, which is called now and then, raises."""
     until, waiting = time.monotonic() + timeout_s, list(servers)
     while waiting:
+        if check is not None:
+            check()
         for server in waiting:
             if (status := server.process.poll()) is not None:
                 raise ServerFailed(

@@ -1,0 +1,273 @@
+"""The engines of a run: the embedded one, or SGLang servers that are started here or given by their addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlx import assemble
+from rlx.config.errors import ConfigError
+from rlx.config.schema import Config
+from rlx.interrupt import Preemption
+from rlx.metrics.ledger import Ledger
+from rlx.rollout import engine_state, servers
+from rlx.rollout.engine import Engine
+from rlx.rollout.fleet import Fleet
+from rlx.rollout.health import watch
+from rlx.rollout.options import fleet_options
+from rlx.rollout.persistent import Persistent
+from rlx.rollout.server_options import client, engine_options, server_fleet_options, server_specs
+from rlx.rollout.sglang import SglangEngine
+from rlx.rollout.sglang_http import SglangHttp
+from rlx.rollout.supervisor import Group
+from rlx.rollout.timing import TimedReplica, Trace
+from rlx.sync.bridge import Bridge
+from rlx.sync.disk import Disk
+from rlx.sync.distributed import Distributed, GroupOptions
+from rlx.sync.publisher import Publisher
+from rlx.sync.staging import Staging
+from rlx.sync.tensor import Tensor
+
+Prepare = Callable[[Any, int], Awaitable[Any]]
+
+
+@dataclasses.dataclass
+class Serving:
+    """What a run asks and publishes to. Its coroutines run on the loop of `rlx.interrupt.Preemption`.
+
+    engine: for collections and evaluations; of servers, one that asks again where one of them fails.
+    trace: gets the records of answers and loads (`rlx.rollout.timing`) once somebody wants them.
+    """
+
+    engine: Engine
+    fleet: Fleet
+    publisher: Publisher
+    occupancy: Callable[[], float]
+    prepare: Prepare | None = None
+    trace: Trace | None = None
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if self.trace is not None:
+            self.trace(record)
+
+    async def replace(self, weights: Any) -> None:
+        """Serve other weights under the version that is served; nothing may be running. Raises EngineError."""
+        fleet = self.fleet
+        fleet.weights = weights if self.prepare is None else await self.prepare(weights, fleet.version)
+        await asyncio.gather(*(fleet.load(member) for member in fleet.members))
+
+    async def publish(self, weights: Any, version: int) -> None:
+        """Serve `weights` as `version` on every engine in service; returns when they do."""
+        await self.publisher.publish(weights, version)
+        await self.publisher.settled()
+
+
+# ------------------------------------------------------------------------------------------------------------- embedded
+
+
+def embedded(config: Config, model: assemble.Model, policy: Any, version: int, ledger: Ledger) -> Serving:
+    """The engine in this process."""
+    engine = assemble.make_engine(config, model, policy, version)
+    return around(config, engine, policy, version, ledger)
+
+
+def around(config: Config, engine: Any, policy: Any, version: int, ledger: Ledger) -> Serving:
+    """A `LocalEngine`, or what stands for one."""
+    serving: Serving
+    timed = TimedReplica(engine, lambda record: serving.record(record))
+    fleet = Fleet([timed], fleet_options(config), policy, version, ledger)
+    publisher = Publisher(fleet, config.producer.publication)
+    serving = Serving(engine, fleet, publisher, lambda: engine.stats.occupancy)
+    return serving
+
+
+# -------------------------------------------------------------------------------------------------------------- servers
+
+
+@contextlib.contextmanager
+def started_servers(config: Config, directory: Path) -> Iterator[Group | None]:
+    """The servers that `config` starts on this machine, which are still starting; None where it starts none."""
+    if config.engine.kind != "sglang" or not config.inference.count:
+        yield None
+        return
+    with Group(server_specs(config, directory / "engines"), config.producer.backoff_s) as group:
+        write_state(directory, group)
+        yield group
+
+
+def write_state(directory: Path, group: Group) -> None:
+    """For `rlx engines status --state=RUN/engines.json`."""
+    engine_state.write(directory / "engines.json", group.servers, engine_state.process(os.getpid()))
+
+
+@contextlib.contextmanager
+def open_serving(
+    config: Config,
+    model: assemble.Model,
+    policy: Any,
+    version: int,
+    ledger: Ledger,
+    *,
+    group: Group | None,
+    directory: Path,
+    preemption: Preemption,
+) -> Iterator[Serving]:
+    """The engines of a run; they serve `policy` as `version`.
+
+    Raises:
+      ServerFailed: a server that does not start; with its last words.
+      ConfigError: one that is there and cannot do what is asked.
+      EngineError: one that cannot be reached, or does not take the weights.
+    """
+    if config.engine.kind == "local":
+        serving = embedded(config, model, policy, version, ledger)
+        try:
+            yield serving
+        finally:
+            preemption.finish(_close(serving, []))
+        return
+    if group is not None:
+        servers.wait_ready(group.servers, config.inference.ready_timeout_s, preemption.check)
+    bridge = Bridge(_staging(config, model, directory), lambda: _transport(config))
+    urls = list(config.inference.addresses) if group is None else group.urls
+    engines = [_engine(config, model, url, bridge, version) for url in urls]
+    try:
+        serving, keepers = preemption.finish(_serve(config, engines, bridge, policy, version, ledger, group, directory))
+    except BaseException:
+        preemption.finish(_disconnect(engines, bridge))
+        raise
+    try:
+        yield serving
+    finally:
+        preemption.finish(_close(serving, keepers))
+        preemption.finish(_disconnect(engines, bridge))
+
+
+def _staging(config: Config, model: assemble.Model, directory: Path) -> Staging:
+    inference = config.inference
+    place = (
+        Path(inference.weights_directory) / config.run.name if inference.weights_directory else directory / "weights"
+    )
+    return Staging(
+        place,
+        model.arch,
+        config.model.dtype,
+        bucket_bytes=inference.bucket_mib << 20,
+        durable=inference.transport == "disk",
+    )
+
+
+def _transport(config: Config) -> Disk | Tensor | Distributed:
+    inference, limit = config.inference, config.producer.load_timeout_s
+    if inference.transport == "disk":
+        return Disk(limit)
+    if inference.transport == "tensor":
+        return Tensor(inference.tensor_parallel, limit)
+    options = GroupOptions(
+        python=inference.python,
+        address="127.0.0.1" if not inference.addresses else _own_address(),
+        backend=inference.distributed_backend,
+        ranks=inference.tensor_parallel,
+        timeout_s=limit,
+    )
+    return Distributed(options)
+
+
+def _own_address() -> str:
+    """Of this machine, as others reach it."""
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _engine(config: Config, model: assemble.Model, url: str, bridge: Bridge, version: int) -> SglangEngine:
+    stop_ids = tuple(model.tokenizer.stop_token_ids)
+    options = engine_options(config, model.arch.vocab_size, assemble.head_size(config), stop_ids)
+    return SglangEngine(client(config, url), options, bridge.link(), version=version)
+
+
+async def _serve(
+    config: Config,
+    engines: list[SglangEngine],
+    bridge: Bridge,
+    policy: Any,
+    version: int,
+    ledger: Ledger,
+    group: Group | None,
+    directory: Path,
+) -> tuple[Serving, list[asyncio.Task[None]]]:
+    """Every server checked and given the weights; from here on they are watched."""
+    for engine in engines:
+        await _check_fits(config, engine)
+    serving: Serving
+    asked = [_behind(config, engines)] if config.inference.router else engines
+    timed = [TimedReplica(engine, lambda record: serving.record(record)) for engine in asked]
+    staged = await bridge.prepare(policy, version)
+    fleet = Fleet(timed, server_fleet_options(config), staged, version, ledger)
+    producer = config.producer
+    serving = Serving(
+        engine=Persistent(fleet, ledger, producer.retries, producer.backoff_s),
+        fleet=fleet,
+        publisher=Publisher(fleet, producer.publication, bridge.prepare),
+        occupancy=lambda: fleet.busy.level / fleet.slots,
+        prepare=bridge.prepare,
+    )
+    await asyncio.gather(*(fleet.load(member) for member in fleet.members))
+    keepers = [
+        watch(fleet, m, _probe(config, e.http), config.inference.health_every_s) for m, e in zip(fleet.members, asked)
+    ]
+    if group is not None:
+        written = partial(write_state, directory, group)
+        ended = [partial(fleet.eject, member, "ended") for member in fleet.members]
+        keepers += [group.keep(i, said, written) for i, said in enumerate(ended)]
+    return serving, [asyncio.get_running_loop().create_task(keeper) for keeper in keepers]
+
+
+def _probe(config: Config, http: SglangHttp) -> Callable[[], Awaitable[object]]:
+    return partial(http.get, "/health", timeout_s=config.inference.health_timeout_s)
+
+
+def _behind(config: Config, workers: list[SglangEngine]) -> SglangEngine:
+    """A router as one engine: requests go to it, weights to each of the servers behind it, all or nothing."""
+
+    async def load(http: SglangHttp, weights: Any, version: int) -> None:
+        await asyncio.gather(*(worker.load(weights, version) for worker in workers))
+
+    options = workers[0].options
+    admission, in_flight = len(workers) * options.admission, len(workers) * options.in_flight
+    options = dataclasses.replace(options, admission=admission, in_flight=in_flight)
+    return SglangEngine(client(config, config.inference.router), options, load, version=workers[0].version)
+
+
+async def _check_fits(config: Config, engine: SglangEngine) -> None:
+    """Raises ConfigError for a server that was started for less than the run asks of it."""
+    served = await engine.served()
+    if served.input_limit < config.engine.context:
+        raise ConfigError(
+            f"config.engine.context = {config.engine.context}: {engine.name} was started for prompts of "
+            f"{served.input_limit} tokens; start it with a longer --context-length, or lower the context"
+        )
+
+
+async def _close(serving: Serving, keepers: list[asyncio.Task[None]]) -> None:
+    """Ends what the run has under way. Raises what a keeper failed with: nobody was watching since."""
+    for keeper in keepers:
+        keeper.cancel()
+    ended = await asyncio.gather(*keepers, return_exceptions=True)
+    await serving.publisher.close()
+    await serving.fleet.__aexit__(None, None, None)
+    failures = [error for error in ended if isinstance(error, Exception)]
+    if failures:
+        raise ExceptionGroup("engines were not watched", failures)
+
+
+async def _disconnect(engines: list[SglangEngine], bridge: Bridge) -> None:
+    """Nothing of the run asks a server for anything when this returns."""
+    await bridge.close()
+    for engine in engines:
+        await engine.close()

@@ -53,7 +53,9 @@ def delta_rule(
     token = _Tokens(*(split(x) for x in (query, key, value, decay, beta[..., None])))
     before, ordinal = _split_ordinal(ordinal, chunk, group)
     # Kept for the backward pass are the arguments and the states between groups.
-    state, out = lax.scan(jax.checkpoint(_group), initial_state, (token, before, ordinal))
+    # In a loop nothing is shared between the two passes that would have to be kept apart.
+    group_of_chunks = jax.checkpoint(_group, prevent_cse=False)
+    state, out = lax.scan(group_of_chunks, initial_state, (token, before, ordinal))
     return Recurrent(_join(out, tokens), state)
 
 

@@ -126,6 +126,7 @@ def test_a_wrong_sweep_is_refused(text, said):
         (("--config.simulate.sessions.pass_rate.mean=1.5",), "config.simulate.sessions.pass_rate"),
         (("--config.simulate.sessions.turns.cv=-1.0",), "config.simulate.sessions.turns.cv = -1.0"),
         (("--config.simulate.sessions.turns.kind=quantiles",), "at least two ascending values"),
+        (("--config.simulate.sessions.turns.quantiles=(1, 2)",), "only kind 'quantiles' uses them"),
         (("--sweep=max_policy_lag=-1",), "config.producer.max_policy_lag = -1"),
     ],
 )
@@ -136,7 +137,9 @@ def test_a_wrong_setting_is_refused(capsys, small, words, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("--sweep=max_policy_lag=1,x",), ("--sweep=updates=8,2",), ("--png=picture.nosuch",)])
+@pytest.mark.parametrize(
+    "words", [("--sweep=max_policy_lag=1,x",), ("--sweep=updates=8,2",), ("--png=picture.nosuch",)]
+)
 def test_what_cannot_be_done_is_refused_before_anything_is_simulated(monkeypatch, small, words):
     monkeypatch.setattr("rlx.simulate.simulate", lambda config: pytest.fail("it was simulated"))
     with pytest.raises((SystemExit, ConfigError)) as stopped:

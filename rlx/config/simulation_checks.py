@@ -69,6 +69,9 @@ def _distribution(key: str, d: DistributionConfig, within_one: bool) -> list[str
         if len(d.quantiles) < 2 or not all(a <= b < math.inf for a, b in pairs):
             why = "must be at least two ascending values of 0 or more, evenly spaced in probability"
             problems.append(f"{key}.quantiles = {d.quantiles!r}: {why}")
+    elif d.quantiles:
+        why = f"only kind 'quantiles' uses them, not {d.kind!r}; set that kind, or ()"
+        problems.append(f"{key}.quantiles = {d.quantiles!r}: {why}")
     elif not d.mean >= 0:
         problems.append(f"{key}.mean = {d.mean!r}: must be 0 or more")
     elif not d.cv >= 0:

@@ -86,9 +86,9 @@ def test_a_fit_replaces_what_is_simulated(capsys, small, tmp_path):
     assert fitted["train_minutes"] != pytest.approx(2.0 / 60)
 
 
-@pytest.mark.parametrize("word", ["--config.simulate.engines.count=2", "--sweep=count=1,2"])
+@pytest.mark.parametrize("word", ["--config.simulate.engines.step_seconds=2", "--sweep=step_seconds=1,2"])
 def test_what_a_fit_would_replace_is_refused(word):
-    with pytest.raises(ConfigError, match=r"config\.simulate\.engines\.count: --fit takes it"):
+    with pytest.raises(ConfigError, match=r"config\.simulate\.engines\.step_seconds: --fit takes it"):
         refuse_fitted(["rlx simulate", word], [axis(word.partition("=")[2])] if "sweep" in word else [])
 
 
@@ -98,7 +98,7 @@ def test_what_a_fit_would_replace_is_refused(word):
         ("max_policy_lag=1", "producer.max_policy_lag"),
         ("producer.max_policy_lag=1", "producer.max_policy_lag"),
         ("config.producer.max_policy_lag=1", "producer.max_policy_lag"),
-        ("count=1", "simulate.engines.count"),
+        ("step_seconds=1", "simulate.engines.step_seconds"),
     ],
 )
 def test_a_key_may_be_short(text, key):

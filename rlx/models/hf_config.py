@@ -74,6 +74,8 @@ def parse_architecture(config: Mapping[str, Any]) -> Architecture:
 def architecture_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """config.json of `arch` with weights stored as `dtype`."""
     config: dict[str, Any] = json.loads(arch.config)
+    # Optional here, but what engines choose their implementation by.
+    config["architectures"] = config.get("architectures") or [FAMILIES[arch.model_type].classes[0]]
     for place in (config, config.get("text_config")):
         if place is not None:
             place.pop("quantization_config", None)

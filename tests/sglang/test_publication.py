@@ -70,8 +70,9 @@ async def stream_and_publish(fleet, publisher, bridge):
         await asyncio.sleep(0.7)
         await publisher.publish(POLICIES[version], version)
         running += ask(LATER)
-    answers = [(r, *(await task)) for r, task in running]
     await publisher.settled()
+    running += ask(LATER)
+    answers = [(r, *(await task)) for r, task in running]
     return answers, [member.engine.version for member in fleet.members]
 
 
@@ -94,11 +95,12 @@ def test_every_token_is_of_the_version_recorded_beside_it(two_servers, tmp_path,
     assert ejected == {}
     assert refused == 0
     # Nothing lost, nothing twice: each request has one answer, of as many tokens as it asked for.
-    assert [r.id for r, _, _ in answers] == [f"r{n}" for n in range(REQUESTS + 2 * LATER)]
+    assert [r.id for r, _, _ in answers] == [f"r{n}" for n in range(REQUESTS + 3 * LATER)]
     assert {len(c.tokens) for _, _, (c,) in answers} == {TOKENS}
     assert {c.stop_reason for _, _, (c,) in answers} == {StopReason.LENGTH}
     assert {engine for _, engine, _ in answers} == {s.url for s in two_servers}
     assert max(worst(r, c) for r, _, (c,) in answers) < TOLERANCE
+    assert all(c.version_spans[0].version == 2 for _, _, (c,) in answers[-LATER:])
     spans = [[s.version for s in c.version_spans] for _, _, (c,) in answers]
     mixed = [versions for versions in spans if len(versions) > 1]
     if mode == "refresh":

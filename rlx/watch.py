@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from rlx import assemble
-from rlx.checkpoint import Checkpoints, Restored
+from rlx.checkpoint import CheckpointError, Checkpoints, Restored
 from rlx.config.parse import parse
 from rlx.config.schema import Config
 from rlx.envs.graders import GraderPool
@@ -43,6 +43,7 @@ from rlx.rollout.local import LocalEngine
 from rlx.types import Task
 
 BASE = "base"
+PRUNED_WITHIN_S = 10.0  # seconds that the removal of a checkpoint may take
 HELD = "held"  # the folder of the checkpoint that is being read
 
 
@@ -114,17 +115,23 @@ class Watcher:
 
     def load(self, step: int) -> Restored | None:
         """A checkpoint; None where the trainer has pruned it meanwhile."""
-        held = self.run / WATCH / HELD
+        checkpoint, held = self.run / "checkpoints" / str(step), self.run / WATCH / HELD
         try:
-            if not hold(self.run / "checkpoints" / str(step), held / str(step)):
-                return None
-            checkpoints = Checkpoints(held, keep=None)
-            try:
-                return checkpoints.restore(assemble.fresh_state(self.config, self.model), step)
-            finally:
-                checkpoints.close()
+            return self._restore(held, step) if hold(checkpoint, held / str(step)) else None
+        except CheckpointError:
+            # It may have been held when half of it was pruned already; then the rest is about to go.
+            if not gone_within(checkpoint, PRUNED_WITHIN_S):
+                raise
+            return None
         finally:
             shutil.rmtree(held, ignore_errors=True)
+
+    def _restore(self, directory: Path, step: int) -> Restored:
+        checkpoints = Checkpoints(directory, keep=None)
+        try:
+            return checkpoints.restore(assemble.fresh_state(self.config, self.model), step)
+        finally:
+            checkpoints.close()
 
     async def look(self) -> bool:
         """Tests one checkpoint where one is due; whether there was one."""
@@ -224,6 +231,15 @@ def hold(checkpoint: Path, to: Path) -> bool:
             raise
         return False
     return checkpoint.exists()
+
+
+def gone_within(path: Path, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _link(source: str, to: str) -> None:

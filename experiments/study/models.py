@@ -17,11 +17,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from rlx.models.presets import dense, write_random
 from rlx.models.spec import Architecture, count_parameters
 
-SPECIAL = ("<|end|>", "<|ask|>", "<|answer|>", "<|pad|>")
+SPECIAL = ("<|endoftext|>", "<|ask|>", "<|answer|>", "<|pad|>")
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<|ask|>{{ m['content'] }}{% elif m['role'] == 'assistant' %}"
 )
-TEMPLATE += "{{ m['content'] }}<|end|>{% endif %}{% if loop.last and add_generation_prompt or m['role'] == 'user' %}"
+TEMPLATE += (
+    "{{ m['content'] }}<|endoftext|>{% endif %}{% if loop.last and add_generation_prompt or m['role'] == 'user' %}"
+)
 TEMPLATE += "<|answer|>{% endif %}{% endfor %}"
 DIGITS, NOISE = 5, 0.35
 QUESTIONS, EXAMPLES = 1500, 6000

@@ -29,7 +29,6 @@ import rlx.run
 from bench.peers import work
 from bench.peers.scoring import score
 from configs import base
-from rlx import assemble
 from rlx.config.parse import parse
 from rlx.config.schema import Config
 from rlx.envs.graders import GraderPool
@@ -38,6 +37,7 @@ from rlx.models.hf import save_params
 from rlx.models.presets import dense
 from rlx.models.spec import init_params
 from rlx.scoring import score_shown
+from rlx.serving import embedded
 from rlx.train import learn, report, rollout, select, whole_moment
 
 ARCH = dense(
@@ -77,7 +77,7 @@ def make_config(model: str, runs: Path, cache: str) -> Config:
     tasks.write_text("\n".join(lines), encoding="utf-8")
     c = base.get_config()
     c.run.name, c.run.directory, c.run.compilation_cache = "grpo", str(runs), cache
-    c.model.path, c.model.remat = model, "none"
+    c.model.path = model
     c.lora.rank = 0
     c.tasks.sources.ids = base.source(path=str(tasks))
     c.tasks.held_out = 1
@@ -91,8 +91,8 @@ def make_config(model: str, runs: Path, cache: str) -> Config:
     c.learner.learning_rate, (c.learner.b1, c.learner.b2) = work.LEARNING_RATE, work.BETAS
     c.learner.eps, c.learner.max_grad_norm = work.EPSILON, work.CLIP_NORM
     c.learner.row_tokens, c.learner.row_targets = work.PROMPT_TOKENS + work.NEW_TOKENS, work.NEW_TOKENS
-    # As fast as all rows at once on a CPU, with an eighth of the activations; prompts are too short to share with gain.
-    c.learner.micro_batch_rows, c.learner.prefix_sharing = 8, False
+    # As fast as all rows at once on a CPU, with a quarter of the activations; prompts are too short to share with gain.
+    c.learner.micro_batch_rows, c.learner.prefix_sharing = 16, False
     c.objective.advantage, c.objective.loss, c.objective.centering = "group_std", "ppo_clip", "off"
     return parse(c)
 
@@ -135,7 +135,7 @@ def main() -> None:
         run = stack.enter_context(rlx.run.open_training(make_config(sys.argv[1], Path(runs), cache)))
         never = dataclasses.replace(run.model.tokenizer, stop_token_ids=())
         run.model = dataclasses.replace(run.model, tokenizer=never)
-        run.engine = assemble.make_engine(run.config, run.model, run.policy(), run.version)
+        run.serving = embedded(run.config, run.model, run.policy(), run.version, run.ledger)
         leaves = jax.tree.leaves(run.state.trainable)
         channel.say(parameters=sum(x.size for x in leaves), dtypes=sorted({str(x.dtype) for x in leaves}))
         feed = stack.enter_context(run.open_feed())

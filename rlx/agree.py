@@ -14,10 +14,12 @@ import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from rlx import cli
 from rlx.metrics.jsonl import encode
 from rlx.proxy import ranking
-from rlx.proxy.agreement import agree
+from rlx.proxy.agreement import agree, agree_over_tasks
 from rlx.proxy.foreign import read_mapping
 
 
@@ -26,9 +28,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     mapping = read_mapping(arguments.mapping) if arguments.mapping else None
     how = (mapping, arguments.metric, arguments.lower_is_better)
-    target, proxy = (ranking.read_study(path, *how) for path in (arguments.target, arguments.proxy))
+    both = (arguments.target, arguments.proxy)
+    target, proxy = (ranking.read_study(path, *how, by_task=arguments.over_tasks) for path in both)
     first, second, others = ranking.common(target, proxy)
-    found = agree(first, second, bootstrap=arguments.bootstrap, seed=arguments.seed, confidence=arguments.confidence)
+    options = {"bootstrap": arguments.bootstrap, "seed": arguments.seed, "confidence": arguments.confidence}
+    if arguments.over_tasks:
+        tasks = [{name: np.array(of.by_task[name]) for name in first} for of in (target, proxy)]
+        found = agree_over_tasks(*tasks, **options)
+    else:
+        found = agree(first, second, **options)
     report = ranking.report(found, target, proxy, others)
     if arguments.to is not None:
         written = report.write(arguments.to, "agree")
@@ -47,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         "--metric", default=ranking.PASS_RATE, help=f"what is ranked by ({ranking.PASS_RATE}, the last)"
     )
     parser.add_argument("--lower-is-better", action="store_true", help="of a loss, for instance")
+    parser.add_argument(
+        "--over-tasks", action="store_true", help="intervals also over held-out tasks, from the runs' samples.jsonl"
+    )
     parser.add_argument("--mapping", type=Path, metavar="FILE", help="how exports of another stack are read")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     parser.add_argument("--bootstrap", type=int, default=2000, help="resamples of the seeds (2000)")

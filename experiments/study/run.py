@@ -1,6 +1,6 @@
 """Does a cheap model rank configurations as a dear one does? Ten configurations, 3 seeds, a target and two proxies.
 
-python -m experiments.study.run [--seconds=270]     trains what is missing, one run after the other, and may be stopped
+python -m experiments.study.run [--seconds=200]     trains what is missing, one run after the other, and may be stopped
 python -m experiments.study.report                  scores, rankings and figures of what there is
 
 A run takes about 25 CPU-seconds. Its score is the pass rate on 60 held-out questions x 4 attempts after 24 updates.
@@ -111,15 +111,15 @@ def cpu_seconds(command: list[str], log: Path) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.study.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further run after so long")
     arguments = parser.parse_args(argv)
     until = time.monotonic() + arguments.seconds
     left = list(missing())
     for model in models.SIZES:
         base_model(model)
     with tqdm(left, desc="runs", file=sys.stderr) as bar:
-        for model, plan in bar:
-            if time.monotonic() > until:
+        for number, (model, plan) in enumerate(bar):
+            if number and time.monotonic() > until:
                 break
             bar.set_postfix_str(f"{model}: {plan.run}")
             train(model, plan)

@@ -27,6 +27,7 @@ POWER = 0.8  # of `Pair.seeds_to_decide`
 MOST_SEEDS = 1000  # more than this is "never" for a person who plans runs
 
 Scores = Mapping[str, Sequence[float]]
+TaskScores = Mapping[str, Float[np.ndarray, "seeds tasks"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Study:
     difference: Float[np.ndarray, "pairs"]  # of the pair (i, j), i < j, in the order of itertools.combinations: i - j
     half_width: Float[np.ndarray, "pairs"]  # of its t interval; inf where no configuration has two seeds
     deviation: Float[np.ndarray, "pairs"]  # of one seed's score, root mean square of the two configurations
+    wins: Float[np.ndarray, "pairs"]  # probability that a seed of i scores above one of j
 
     @property
     def decided(self) -> Float[np.ndarray, "pairs"]:
@@ -55,6 +57,8 @@ class Pair:
     proxy_difference: float
     proxy_interval: tuple[float, float]
     verdict: str  # agree | disagree | not decided
+    target_win_probability: float  # that a seed of the first scores above one of the second
+    proxy_win_probability: float
     target_seeds_to_decide: int | None  # in each configuration, were its difference the true one; None: above 1000
     proxy_seeds_to_decide: int | None
 
@@ -111,13 +115,40 @@ def agree(
     """
     names = _check(target, proxy, bootstrap, confidence)
     first, second = (study([scores[name] for name in names], confidence) for scores in (target, proxy))
+    resampled = _same_best(target, proxy, names, bootstrap, np.random.default_rng(seed))
+    return _agreement(names, first, second, resampled, confidence)
+
+
+def agree_over_tasks(
+    target: TaskScores, proxy: TaskScores, *, bootstrap: int = 2000, seed: int = 0, confidence: float = 0.95
+) -> Agreement:
+    """`agree`, where the score of every held-out task is known: its intervals are over seeds and tasks.
+
+    Args:
+      target, proxy: configuration -> scores [seeds, tasks]; the tasks of one study are the same for all of it.
+    Raises:
+      ValueError: what `agree` raises, and for configurations of one study with other numbers of tasks.
+    """
+    means = [{name: np.mean(v, axis=1).tolist() for name, v in scores.items()} for scores in (target, proxy)]
+    names = _check(*means, bootstrap, confidence)
+    for scores in (target, proxy):
+        if len({np.shape(values)[1] for values in scores.values()}) > 1:
+            raise ValueError("the configurations of one study must be evaluated on the same tasks")
+    first, second = (
+        over_tasks(study([m[n] for n in names], confidence), [np.asarray(s[n]) for n in names], confidence)
+        for m, s in zip(means, (target, proxy))
+    )
+    resampled = _same_best(*means, names, bootstrap, np.random.default_rng(seed))
+    return _agreement(names, first, second, resampled, confidence)
+
+
+def _agreement(names: Sequence[str], first: Study, second: Study, same_best: float, confidence: float) -> Agreement:
     both = first.decided * second.decided
     tau = kendall_tau_b(first.means, second.means)
     low, high = 2.0 * float(np.mean(both > 0)) - 1.0, 1.0 - 2.0 * float(np.mean(both < 0))
     if math.isfinite(tau):  # tied means make tau-b's denominator smaller than the number of pairs
         low, high = min(low, tau), max(high, tau)
     listed = list(itertools.combinations(names, 2))
-    resampled = _same_best(target, proxy, names, bootstrap, np.random.default_rng(seed))
     return Agreement(
         configurations=tuple(names),
         target_means=tuple(first.means.tolist()),
@@ -128,7 +159,7 @@ def agree(
         pairwise_agreement=float(np.mean(first.difference * second.difference > 0)),
         decided_agreement=float(np.mean(both[both != 0] > 0)) if both.any() else math.nan,
         top1_agreement=float(np.argmax(first.means) == np.argmax(second.means)),
-        top1_probability=resampled,
+        top1_probability=same_best,
         undecided_pairs=tuple(pair for pair, sign in zip(listed, both) if sign == 0),
         pairs=_pairs(listed, first, second, confidence),
         confidence=confidence,
@@ -144,13 +175,30 @@ def study(scores: Sequence[Sequence[float]], confidence: float) -> Study:
     prior = min(PRIOR_SEEDS, freedom)
     i, j = np.triu_indices(len(means), 1)
     difference = means[i] - means[j]
+    wins = win_probabilities(scores)
     if not freedom:
         unknown = np.full(len(i), np.inf)
-        return Study(means, difference, unknown, unknown)
+        return Study(means, difference, unknown, unknown, wins)
     variance = (prior * squares.sum() / freedom + squares) / (prior + counts - 1)
     width = scipy.special.stdtrit(np.minimum(prior + counts[i] + counts[j] - 2, freedom), (1 + confidence) / 2)
     error = np.sqrt(variance[i] / counts[i] + variance[j] / counts[j])
-    return Study(means, difference, width * error, np.sqrt((variance[i] + variance[j]) / 2))
+    return Study(means, difference, width * error, np.sqrt((variance[i] + variance[j]) / 2), wins)
+
+
+def over_tasks(found: Study, scores: Sequence[Float[np.ndarray, "seeds tasks"]], confidence: float) -> Study:
+    """The same study with intervals that hold for other held-out tasks, too, and not only for other seeds.
+
+    To the squared half-widths over seeds that over tasks is added, of the differences of each task's mean over seeds.
+    Both hold the noise of single attempts, so the sum is on the safe side.
+    """
+    per_task = np.array([np.mean(values, axis=0) for values in scores])
+    i, j = np.triu_indices(len(per_task), 1)
+    tasks = per_task.shape[1]
+    if tasks < 2:
+        return dataclasses.replace(found, half_width=np.full(len(i), np.inf))
+    error = np.std(per_task[i] - per_task[j], axis=1, ddof=1) / math.sqrt(tasks)
+    width = scipy.special.stdtrit(tasks - 1, (1 + confidence) / 2) * error
+    return dataclasses.replace(found, half_width=np.hypot(found.half_width, width))
 
 
 def seeds_to_decide(difference: float, deviation: float, confidence: float) -> int | None:
@@ -166,10 +214,17 @@ def seeds_to_decide(difference: float, deviation: float, confidence: float) -> i
     return max(2, math.ceil(needed)) if needed <= MOST_SEEDS else None
 
 
-def win_probability(better: Sequence[float], worse: Sequence[float]) -> float:
-    """Probability that a seed of `better` scores above one of `worse`, ties counted half: Mann-Whitney's U / (m n)."""
-    statistic = scipy.stats.mannwhitneyu(better, worse, method="asymptotic").statistic
-    return float(statistic / (len(better) * len(worse)))
+def win_probabilities(scores: Sequence[Sequence[float]]) -> Float[np.ndarray, "pairs"]:
+    """Of each pair of configurations the probability that a seed of the first scores above one of the second, ties
+    counted half: Mann and Whitney's U / (m n)."""
+    table = np.full((len(scores), max(map(len, scores))), np.nan)
+    for row, values in zip(table, scores):
+        row[: len(values)] = values
+    i, j = np.triu_indices(len(scores), 1)
+    first, second = table[i][:, :, None], table[j][:, None, :]
+    known = np.isfinite(first) & np.isfinite(second)
+    won = np.where(known, (first > second) + 0.5 * (first == second), 0.0)
+    return won.sum((1, 2)) / known.sum((1, 2))
 
 
 def _pairs(listed: Sequence[tuple[str, str]], first: Study, second: Study, confidence: float) -> tuple[Pair, ...]:
@@ -181,6 +236,7 @@ def _pairs(listed: Sequence[tuple[str, str]], first: Study, second: Study, confi
             *_difference(first, k),
             *_difference(second, k),
             verdicts[k],
+            *(float(s.wins[k]) for s in (first, second)),
             *(_needed(s, k, confidence) for s in (first, second)),
         )
         for k, names in enumerate(listed)

@@ -15,7 +15,7 @@ from rlx.proxy import figures
 from rlx.proxy.agreement import Agreement, Pair
 from rlx.proxy.foreign import Mapped, read_runs
 from rlx.proxy.report import Figure, Report, Table, span, whole
-from rlx.proxy.runs import RunData, sweep_of
+from rlx.proxy.runs import RunData, sweep_of, task_rates
 
 # What tells runs of one configuration apart, or one model from another, but is no part of the configuration.
 NOT_SETTINGS = ("run.", "model.", "metrics.", "tasks.seed", "checkpoint.", "engine.", "grader.workers", "simulate.")
@@ -32,9 +32,13 @@ class Ranked:
     seconds: float  # NaN where a run does not say
     tokens: float
     spread: float  # half of the mean interval of a run's own score; NaN where it is no sampled rate
+    by_task: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)  # scores of the last evaluation's
+    #                                     tasks, a row a seed; {} where the runs do not say
 
 
-def read_study(path: Path, mapping: Mapped | None, metric: str, lower_is_better: bool = False) -> Ranked:
+def read_study(
+    path: Path, mapping: Mapped | None, metric: str, lower_is_better: bool = False, *, by_task: bool = False
+) -> Ranked:
     """The scores of the runs in `path`, or of a CSV table with the columns configuration, seed and score, and where
     they are known seconds, tokens, and low and high, the ends of a sampled score's interval.
 
@@ -53,6 +57,7 @@ def read_study(path: Path, mapping: Mapped | None, metric: str, lower_is_better:
         if seed in seeds:
             raise ValueError(f"{path}: two runs of {label!r} with seed {seed}; they would be counted as two seeds")
         seeds[seed] = sign * score_of(run, metric)
+    tasks = _by_task(runs, labels) if by_task else {}
     halves = [(e.high - e.low) / 2 for run in runs for e in run.evaluations[-1:]] if metric == PASS_RATE else []
     return Ranked(
         scores={label: [seeds[s] for s in sorted(seeds, key=str)] for label, seeds in scores.items()},
@@ -60,7 +65,21 @@ def read_study(path: Path, mapping: Mapped | None, metric: str, lower_is_better:
         seconds=sum(run.seconds for run in runs),
         tokens=sum(run.tokens for run in runs),
         spread=float(np.mean(halves)) if halves else math.nan,
+        by_task=tasks,
     )
+
+
+def _by_task(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, list[list[float]]]:
+    """Raises ValueError for a run that was not evaluated on the tasks of the others."""
+    known: list[str] | None = None
+    scores: dict[str, list[list[float]]] = {}
+    for run, name in zip(runs, labels):
+        rates = task_rates(Path(run.source))
+        known = list(rates) if known is None else known
+        if list(rates) != known:
+            raise ValueError(f"{run.source} was evaluated on other tasks than {runs[0].source}")
+        scores.setdefault(name, []).append(list(rates.values()))
+    return scores
 
 
 def score_of(run: RunData, metric: str) -> float:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from rlx.config.identity import flat
 from rlx.metrics.jsonl import read_json, read_jsonl
+from rlx.metrics.rollout import PASS
 from rlx.metrics.statistics import wilson_interval
-from rlx.metrics.view import Record, RunView, number, read_run, runs_below, setting
+from rlx.metrics.view import Record, RunView, number, read_run, read_samples, runs_below, setting
 
 Axis = Literal["updates", "seconds", "tokens"]
 AXES: tuple[Axis, ...] = ("updates", "seconds", "tokens")
@@ -93,6 +94,24 @@ def read_rlx(path: Path) -> RunData:
         seconds=_seconds(view),
         state=view.state,
     )
+
+
+def task_rates(path: Path) -> dict[str, float]:
+    """Task -> share of its attempts that passed, in the last evaluation that the run itself made.
+
+    Raises:
+      ValueError: it has made none.
+    """
+    rates: dict[str, dict[str, list[bool]]] = {}
+    for record in read_samples(path):
+        if record["phase"] == "eval":
+            rates.setdefault(record["label"], {}).setdefault(record["task"], []).append(
+                number(record["reward"]) >= PASS
+            )
+    if not rates:
+        raise ValueError(f"{path} has no evaluation in its samples.jsonl, so nothing is known of single tasks")
+    last = list(rates)[-1]
+    return {task: sum(attempts) / len(attempts) for task, attempts in sorted(rates[last].items())}
 
 
 def rlx_runs(path: Path) -> list[Path]:

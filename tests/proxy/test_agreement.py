@@ -9,7 +9,14 @@ import pytest
 import scipy.stats
 
 from rlx.metrics.jsonl import encode
-from rlx.proxy.agreement import agree, seeds_to_decide, study, win_probability
+from rlx.proxy.agreement import (
+    agree,
+    agree_over_tasks,
+    over_tasks,
+    seeds_to_decide,
+    study,
+    win_probabilities,
+)
 
 NAMES = "abcdefghijkl"
 
@@ -73,10 +80,36 @@ def test_seeds_that_decide_a_pair_have_the_power_that_is_stated():
     assert np.mean(wins) == pytest.approx(0.8, abs=0.03)
 
 
-def test_win_probability_counts_pairs():
-    better, worse = [1.0, 2.0, 3.0], [0.0, 2.0]
-    by_hand = np.mean([(a > b) + 0.5 * (a == b) for a, b in itertools.product(better, worse)])
-    assert win_probability(better, worse) == pytest.approx(by_hand)
+def test_win_probabilities_are_mann_and_whitney_s():
+    scores = [[1.0, 2.0, 3.0], [0.0, 2.0], [2.5, 2.5, 9.0, 1.0]]
+    for found, (a, b) in zip(win_probabilities(scores), itertools.combinations(scores, 2)):
+        assert found == pytest.approx(scipy.stats.mannwhitneyu(a, b).statistic / (len(a) * len(b)))
+
+
+def test_over_tasks_no_pair_is_decided_that_hangs_on_one_task():
+    """Both configurations pass ten tasks always but one: without that task there is no difference."""
+    best, other = np.ones((3, 10)), np.ones((3, 10))
+    other[:, 0] = 0.0
+    scores = {"a": best, "b": other + 0.001 * np.arange(3)[:, None]}
+    over_seeds = agree(*[{name: v.mean(1).tolist() for name, v in scores.items()}] * 2)
+    assert over_seeds.undecided_pairs == ()
+    found = agree_over_tasks(scores, scores)
+    assert (found.undecided_pairs, found.kendall_interval) == ((("a", "b"),), (-1.0, 1.0))
+    assert found.target_means == over_seeds.target_means
+    with pytest.raises(ValueError, match="evaluated on the same tasks"):
+        agree_over_tasks(scores | {"b": np.ones((3, 4))}, scores)
+
+
+def test_over_tasks_the_interval_of_a_difference_covers_new_seeds_and_tasks():
+    """Differences by seed (deviation 0.05) and by task (0.3) and noise of attempts; the truth is 0.1."""
+    rng, hits = np.random.default_rng(0), []
+    for _ in range(300):
+        seeds = 0.05 * rng.normal(size=(2, 4, 1))
+        tasks = 0.3 * rng.normal(size=(2, 1, 20))
+        scores = np.array([0.1, 0.0])[:, None, None] + seeds + tasks + 0.2 * rng.normal(size=(2, 4, 20))
+        found = over_tasks(study(scores.mean(2).tolist(), 0.95), list(scores), 0.95)
+        hits.append(abs(found.difference[0] - 0.1) <= found.half_width[0])
+    assert np.mean(hits) >= 0.93
 
 
 @pytest.mark.parametrize(

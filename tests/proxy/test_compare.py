@@ -150,6 +150,26 @@ def test_agree_reads_two_sweeps(tmp_path, capsys):
     )
 
 
+def test_agree_over_tasks_reads_the_samples(tmp_path, capsys):
+    """The two configurations differ in one of ten tasks: other seeds would decide it, other tasks might not."""
+    for name, rise in (("target", 0.4), ("proxy", 0.2)):
+        made_runs.sweep(tmp_path / name, name, {1e-4: 0.0, 1e-3: rise})
+        for run in (tmp_path / name).iterdir():
+            fails = {0} if "lr0.001" not in run.name else set()
+            rows = [
+                {"update": 10, "phase": "eval", "label": "after", "task": f"t/{i}", "reward": float(i not in fails)}
+                for i in range(10)
+            ]
+            made_runs.write_jsonl(run / "samples.jsonl", rows)
+    sweeps = [str(tmp_path / name) for name in ("target", "proxy")]
+    assert agree.main([*sweeps, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["undecided_pairs"] == []
+    assert agree.main([*sweeps, "--json", "--over-tasks"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["undecided_pairs"]) == 1
+    assert sorted(record["target_means"]) == [0.9, 1.0]
+
+
 def test_agree_reads_tables(tmp_path, capsys):
     for name, sign in (("target", 1), ("proxy", -1)):
         rows = [

@@ -129,16 +129,18 @@ def agree_over_tasks(
     Raises:
       ValueError: what `agree` raises, and for configurations of one study with other numbers of tasks.
     """
-    means = [{name: np.mean(v, axis=1).tolist() for name, v in scores.items()} for scores in (target, proxy)]
-    names = _check(*means, bootstrap, confidence)
+    of_target, of_proxy = (
+        {name: np.mean(v, axis=1).tolist() for name, v in scores.items()} for scores in (target, proxy)
+    )
+    names = _check(of_target, of_proxy, bootstrap, confidence)
     for scores in (target, proxy):
         if len({np.shape(values)[1] for values in scores.values()}) > 1:
             raise ValueError("the configurations of one study must be evaluated on the same tasks")
     first, second = (
         over_tasks(study([m[n] for n in names], confidence), [np.asarray(s[n]) for n in names], confidence)
-        for m, s in zip(means, (target, proxy))
+        for m, s in ((of_target, target), (of_proxy, proxy))
     )
-    resampled = _same_best(*means, names, bootstrap, np.random.default_rng(seed))
+    resampled = _same_best(of_target, of_proxy, names, bootstrap, np.random.default_rng(seed))
     return _agreement(names, first, second, resampled, confidence)
 
 
@@ -236,8 +238,10 @@ def _pairs(listed: Sequence[tuple[str, str]], first: Study, second: Study, confi
             *_difference(first, k),
             *_difference(second, k),
             verdicts[k],
-            *(float(s.wins[k]) for s in (first, second)),
-            *(_needed(s, k, confidence) for s in (first, second)),
+            float(first.wins[k]),
+            float(second.wins[k]),
+            _needed(first, k, confidence),
+            _needed(second, k, confidence),
         )
         for k, names in enumerate(listed)
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from rlx import assemble
+from rlx import assemble, bridges
 from rlx.checkpoint import Checkpoints, Restored
 from rlx.config.identity import RUN, check_same
 from rlx.config.schema import Config
@@ -108,8 +108,8 @@ class Run:
         return self.progress.seconds + time.monotonic() - self.started
 
     def policy(self) -> Any:
-        """The parameters that engines should serve now."""
-        return assemble.policy_params(self.config, self.model, self.state.trainable)
+        """What engines should be given now."""
+        return bridges.published(self.config, self.model, self.state.trainable)
 
     @property
     def resumed(self) -> bool:
@@ -240,7 +240,7 @@ def open_training(config: Config) -> Iterator[Run]:
         (padding,) = assemble.device_batch(pack_batch([], packing))
         compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
         compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
-        policy = assemble.policy_params(config, model, state.trainable)
+        policy = bridges.published(config, model, state.trainable)
         serving = open_serving(
             config,
             model,

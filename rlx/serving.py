@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlx import assemble
+from rlx import assemble, bridges
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.interrupt import Preemption
@@ -28,12 +27,9 @@ from rlx.rollout.sglang import SglangEngine
 from rlx.rollout.sglang_http import SglangHttp
 from rlx.rollout.supervisor import Group
 from rlx.rollout.timing import TimedReplica, Trace
-from rlx.sync.bridge import Bridge
-from rlx.sync.disk import Disk
-from rlx.sync.distributed import Distributed, GroupOptions
+from rlx.sync.bridge import Bridge, Link
+from rlx.sync.lora import AdapterBridge, AdapterLink
 from rlx.sync.publisher import Publisher
-from rlx.sync.staging import Staging
-from rlx.sync.tensor import Tensor
 
 Prepare = Callable[[Any, int], Awaitable[Any]]
 
@@ -50,6 +46,7 @@ class Serving:
     fleet: Fleet
     publisher: Publisher
     occupancy: Callable[[], float]
+    servers: tuple[SglangEngine, ...] = ()
     prepare: Prepare | None = None
     trace: Trace | None = None
 
@@ -67,6 +64,11 @@ class Serving:
         """Serve `weights` as `version` on every engine in service; returns when they do."""
         await self.publisher.publish(weights, version)
         await self.publisher.settled()
+
+    def served(self) -> list[SglangEngine]:
+        """The servers in service."""
+        out = {member.engine.name for member in self.fleet.members if not member.in_service}
+        return [server for server in self.servers if server.name not in out]
 
 
 # ------------------------------------------------------------------------------------------------------------- embedded
@@ -135,11 +137,14 @@ def open_serving(
         return
     if group is not None:
         servers.wait_ready(group.servers, config.inference.ready_timeout_s, preemption.check)
-    bridge = Bridge(_staging(config, model, directory), lambda: _transport(config))
+    bridge = bridges.make_bridge(config, model, directory)
     urls = list(config.inference.addresses) if group is None else group.urls
-    engines = [_engine(config, model, url, bridge, version) for url in urls]
+    links = [bridge.link() for _ in urls]
+    engines = [_engine(config, model, url, link, version) for url, link in zip(urls, links, strict=True)]
     try:
         serving, keepers = preemption.finish(_serve(config, engines, bridge, policy, version, ledger, group, directory))
+        if config.audit.at_start:
+            preemption.finish(bridges.audit_transport(engines, links, serving.fleet.weights, version))
     except BaseException:
         preemption.finish(_disconnect(engines, bridge))
         raise
@@ -150,51 +155,16 @@ def open_serving(
         preemption.finish(_disconnect(engines, bridge))
 
 
-def _staging(config: Config, model: assemble.Model, directory: Path) -> Staging:
-    inference = config.inference
-    place = (
-        Path(inference.weights_directory) / config.run.name if inference.weights_directory else directory / "weights"
-    )
-    return Staging(
-        place,
-        model.arch,
-        config.model.dtype,
-        bucket_bytes=inference.bucket_mib << 20,
-        durable=inference.transport == "disk",
-    )
-
-
-def _transport(config: Config) -> Disk | Tensor | Distributed:
-    inference, limit = config.inference, config.producer.load_timeout_s
-    if inference.transport == "disk":
-        return Disk(limit)
-    if inference.transport == "tensor":
-        return Tensor(inference.tensor_parallel, limit)
-    options = GroupOptions(
-        python=inference.python,
-        address="127.0.0.1" if not inference.addresses else _own_address(),
-        backend=inference.distributed_backend,
-        ranks=inference.tensor_parallel,
-        timeout_s=limit,
-    )
-    return Distributed(options)
-
-
-def _own_address() -> str:
-    """Of this machine, as others reach it."""
-    return socket.gethostbyname(socket.gethostname())
-
-
-def _engine(config: Config, model: assemble.Model, url: str, bridge: Bridge, version: int) -> SglangEngine:
+def _engine(config: Config, model: assemble.Model, url: str, link: Link | AdapterLink, version: int) -> SglangEngine:
     stop_ids = tuple(model.tokenizer.stop_token_ids)
     options = engine_options(config, model.arch.vocab_size, assemble.head_size(config), stop_ids)
-    return SglangEngine(client(config, url), options, bridge.link(), version=version)
+    return SglangEngine(client(config, url), options, link, version=version)
 
 
 async def _serve(
     config: Config,
     engines: list[SglangEngine],
-    bridge: Bridge,
+    bridge: Bridge | AdapterBridge,
     policy: Any,
     version: int,
     ledger: Ledger,
@@ -214,6 +184,7 @@ async def _serve(
         engine=Persistent(fleet, ledger, producer.retries, producer.backoff_s),
         fleet=fleet,
         publisher=Publisher(fleet, producer.publication, bridge.prepare),
+        servers=tuple(engines),
         occupancy=lambda: fleet.busy.level / fleet.slots,
         prepare=bridge.prepare,
     )
@@ -266,7 +237,7 @@ async def _close(serving: Serving, keepers: list[asyncio.Task[None]]) -> None:
         raise ExceptionGroup("engines were not watched", failures)
 
 
-async def _disconnect(engines: list[SglangEngine], bridge: Bridge) -> None:
+async def _disconnect(engines: list[SglangEngine], bridge: Bridge | AdapterBridge) -> None:
     """Nothing of the run asks a server for anything when this returns."""
     await bridge.close()
     for engine in engines:

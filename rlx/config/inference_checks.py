@@ -11,6 +11,8 @@ from rlx.config.inference import PROFILES
 from rlx.config.schema import Config
 
 POSITIVE = ("ready_timeout_s", "health_every_s", "health_timeout_s", "tensor_parallel", "max_loras", "bucket_mib")
+# What SGLang takes adapters of.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NOT_NEGATIVE = ("count", "first_port", "first_gpu", "max_lora_rank")
 
 
@@ -122,6 +124,12 @@ def _weights(config: Config) -> Iterator[str]:
         if inference.transport == "distributed":
             why = "SGLang takes adapters from disk or in a request; set 'disk' or 'tensor'"
             yield _said("inference.transport", "distributed", why)
+        if config.audit.at_start:
+            yield _said("audit.at_start", True, "resets the base weights, which no adapter brings back; set False")
+        patterns = [name for name in lora.targets if name not in ADAPTED]
+        if patterns:
+            why = f"engines take adapters of {', '.join(ADAPTED)}; name these, or set inference.weights to 'full'"
+            yield _said("lora.targets", patterns, why)
         if inference.max_loras < 2:
             why = "the next version is loaded while requests of the last one end; set at least 2"
             yield _said("inference.max_loras", inference.max_loras, why)

@@ -142,6 +142,7 @@ _TIME: tuple[Metric, ...] = (
     Metric("time/pack_seconds", "s", "packing", "phases"),
     Metric("time/update_seconds", "s", "forward, backward and optimizer", "phases"),
     Metric("time/publish_seconds", "s", "handing the weights to the engines", "phases"),
+    Metric("time/audit_seconds", "s", "asking the engines whether they serve what was published", "phases"),
     Metric("time/score_seconds", "s", "scoring the samples that are shown", "phases"),
     Metric("time/log_seconds", "s", "writing metrics and samples", "phases"),
     Metric("time/save_seconds", "s", "checkpoint", "apart"),

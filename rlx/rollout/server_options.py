@@ -75,6 +75,7 @@ def server_arguments(config: Config, index: int) -> tuple[str, ...]:
         f"--max-running-requests={whole.admission}",
         f"--max-total-tokens={whole.admission * length}",
         f"--weight-version={UNPUBLISHED}",
+        "--log-level-http=warning",  # a line for every request would be most of the log
     ]
     if inference.device == "cuda":
         first = inference.first_gpu + index * inference.tensor_parallel

@@ -1,0 +1,118 @@
+"""How a run's weights come to its servers, from the configuration; and whether they did."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx import assemble
+from rlx.audit import texts_of
+from rlx.audit_engine import WORST, audit_engine, audit_start, check
+from rlx.config.schema import Config
+from rlx.metrics.attribution import TOLERANCE
+from rlx.models.spec import Params
+from rlx.probing import Policy, logprobs
+from rlx.rollout.sglang import SglangEngine
+from rlx.sync.bridge import Bridge, Link
+from rlx.sync.disk import Disk
+from rlx.sync.distributed import Distributed, GroupOptions
+from rlx.sync.lora import AdapterBridge, AdapterLink, Probe, Send
+from rlx.sync.staging import Staging
+from rlx.sync.tensor import Tensor
+
+
+def publishes_adapter(config: Config) -> bool:
+    """Do the engines get the adapter by itself?"""
+    return config.engine.kind == "sglang" and config.inference.weights == "adapter"
+
+
+def published(config: Config, model: assemble.Model, trainable: Params) -> Params:
+    """What is published of a learner's state: the adapter, or all parameters with it merged in."""
+    return trainable if publishes_adapter(config) else assemble.policy_params(config, model, trainable)
+
+
+def make_bridge(config: Config, model: assemble.Model, directory: Path) -> Bridge | AdapterBridge:
+    """directory: of the run. Raises OSError where versions cannot be written."""
+    inference = config.inference
+    place = (
+        Path(inference.weights_directory) / config.run.name if inference.weights_directory else directory / "weights"
+    )
+    if publishes_adapter(config):
+        send: Send = "disk" if inference.transport == "disk" else "tensor"
+        return AdapterBridge(place, model.arch, config.lora, config.model.path, send, probe=_probe(config, model))
+    staging = Staging(
+        place,
+        model.arch,
+        config.model.dtype,
+        bucket_bytes=inference.bucket_mib << 20,
+        durable=inference.transport == "disk",
+    )
+    return Bridge(staging, partial(_transport, config))
+
+
+def _transport(config: Config) -> Disk | Tensor | Distributed:
+    inference, limit = config.inference, config.producer.load_timeout_s
+    if inference.transport == "disk":
+        return Disk(limit)
+    if inference.transport == "tensor":
+        return Tensor(inference.tensor_parallel, limit)
+    options = GroupOptions(
+        python=inference.python,
+        address=_own_address() if inference.addresses else "127.0.0.1",
+        backend=inference.distributed_backend,
+        ranks=inference.tensor_parallel,
+        timeout_s=limit,
+    )
+    return Distributed(options)
+
+
+def _own_address() -> str:
+    """Of this machine, as others reach it."""
+    return socket.gethostbyname(socket.gethostname())
+
+
+# ---------------------------------------------------------------------------------------------------------------- audit
+
+
+def audit_texts(config: Config) -> list[np.ndarray]:
+    return texts_of(None, Path(config.model.path), config.engine.context)
+
+
+def _probe(config: Config, model: assemble.Model) -> Probe:
+    texts = audit_texts(config)
+
+    def expected(adapter: Params) -> list[np.ndarray]:
+        policy = Policy("adapter", model.arch, assemble.policy_params(config, model, adapter))
+        return [logprobs(policy, text) for text in texts]
+
+    return Probe(tuple(texts), expected, model.arch.vocab_size, WORST * TOLERANCE[config.model.dtype])
+
+
+async def audit(
+    config: Config, model: assemble.Model, engines: Sequence[SglangEngine], trainable: Params, version: int
+) -> None:
+    """Raises AuditFailed where an engine does not serve this state as `version`, or rather serves the base model."""
+    policy = assemble.policy_params(config, model, trainable)
+    known = Policy("published", model.arch, policy, version)
+    base = Policy("base", model.arch, model.params, 0)
+    for engine in engines:
+        check(await audit_engine(engine, known, base, audit_texts(config), adapter=publishes_adapter(config)))
+
+
+async def audit_transport(
+    engines: Sequence[SglangEngine], links: Sequence[Link | AdapterLink], weights: Any, version: int
+) -> None:
+    """Does every tensor arrive? Raises AuditFailed; an idle engine's weights are overwritten and loaded again."""
+    for engine, link in zip(engines, links, strict=True):
+        assert isinstance(link, Link)  # the configuration refuses this audit for adapters
+
+        async def load(engine: SglangEngine = engine, link: Link = link) -> None:
+            link.served = None  # else only what has changed since would be sent
+            await engine.load(weights, version)
+
+        await audit_start(engine, load)

@@ -24,7 +24,7 @@ from rlx.metrics.statistics import kendall_tau_b, spearman
 
 PRIOR_SEEDS = 4.0  # degrees of freedom that the common variance counts for beside a configuration's own
 POWER = 0.8  # of `Pair.seeds_to_decide`
-MOST_SEEDS = 1000  # more than this is "never" for a person who plans runs
+MOST_SEEDS, MOST_ATTEMPTS = 1000, 1_000_000  # more than this is "never" for a person who plans runs
 
 Scores = Mapping[str, Sequence[float]]
 TaskScores = Mapping[str, Float[np.ndarray, "seeds tasks"]]
@@ -214,6 +214,18 @@ def seeds_to_decide(difference: float, deviation: float, confidence: float) -> i
     normal = scipy.special.ndtri((1 + confidence) / 2) + scipy.special.ndtri(POWER)
     needed = 2 * (normal * deviation / difference) ** 2
     return max(2, math.ceil(needed)) if needed <= MOST_SEEDS else None
+
+
+def attempts_to_decide(first: float, second: float, confidence: float) -> int | None:
+    """Attempts at each of two pass rates that tell them apart with probability 0.8, were these the true ones.
+
+    n = (z_{(1 + c) / 2} + z_{0.8})^2 (p (1 - p) + q (1 - q)) / (p - q)^2. None for equal rates and above a million.
+    """
+    if first == second:
+        return None
+    normal = scipy.special.ndtri((1 + confidence) / 2) + scipy.special.ndtri(POWER)
+    needed = normal**2 * (first * (1 - first) + second * (1 - second)) / (first - second) ** 2
+    return max(2, math.ceil(needed)) if needed <= MOST_ATTEMPTS else None
 
 
 def win_probabilities(scores: Sequence[Sequence[float]]) -> Float[np.ndarray, "pairs"]:

@@ -128,8 +128,10 @@ def _readings_table(readings: Sequence[Reading]) -> Table:
 
 
 def _pairs_table(pairs: Sequence[Matched]) -> Table:
-    rows = [
-        [p.first, p.second, f"{whole(p.cost)} {p.axis}", "{:+.3f} [{:+.3f}, {:+.3f}]".format(*p.difference), p.verdict]
-        for p in pairs
-    ]
-    return Table("At matched cost", ["first", "second", "at", "pass rate, first less second", "verdict"], rows)
+    rows = []
+    for p in pairs:
+        shown = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*p.difference)
+        needed = "more than a million" if p.attempts_to_decide is None else whole(p.attempts_to_decide)
+        rows.append([p.first, p.second, f"{whole(p.cost)} {p.axis}", shown, p.verdict, needed])
+    header = ["first", "second", "at", "pass rate, first less second", "verdict", "attempts of each to decide"]
+    return Table("At matched cost", header, rows)

@@ -17,6 +17,7 @@ import numpy as np
 import scipy.stats
 
 from rlx.metrics.statistics import wilson_interval
+from rlx.proxy.agreement import attempts_to_decide
 from rlx.proxy.runs import CONFIDENCE, Evaluation, Point, RunData
 
 Direction = Literal["rises", "falls", "no trend", "too few points"]
@@ -59,6 +60,7 @@ class Matched:
     cost: float
     difference: tuple[float, float, float]  # pass rate of the first less the second's, with its interval
     verdict: str  # NAME is better | not decided
+    attempts_to_decide: int | None  # of each, were these the true rates; None: above a million
 
 
 def read(run: RunData) -> Reading:
@@ -154,7 +156,9 @@ def _matched(first: RunData, second: RunData, axis: Any) -> Matched | None:
     a, b = max(pairs, key=lambda pair: pair[0].point.at(axis) + pair[1].point.at(axis))
     change = difference(a, b)
     name = {1: first.name, -1: second.name, 0: ""}[decided(change)]
-    return Matched(first.name, second.name, axis, a.point.at(axis), change, f"{name} is better" if name else OPEN)
+    needed = attempts_to_decide(a.point.value, b.point.value, CONFIDENCE)
+    verdict = f"{name} is better" if name else OPEN
+    return Matched(first.name, second.name, axis, a.point.at(axis), change, verdict, needed)
 
 
 OPEN = "not decided"

@@ -12,6 +12,7 @@ from rlx.metrics.jsonl import encode
 from rlx.proxy.agreement import (
     agree,
     agree_over_tasks,
+    attempts_to_decide,
     over_tasks,
     seeds_to_decide,
     study,
@@ -78,6 +79,16 @@ def test_seeds_that_decide_a_pair_have_the_power_that_is_stated():
     draws = rng.normal(size=(2000, 2, seeds)) + np.array([[0.5], [0.0]])
     wins = scipy.stats.ttest_ind(draws[:, 0], draws[:, 1], axis=1).pvalue < 0.05
     assert np.mean(wins) == pytest.approx(0.8, abs=0.03)
+
+
+def test_attempts_that_decide_two_rates_have_the_power_that_is_stated():
+    attempts = attempts_to_decide(0.6, 0.5, 0.95)
+    assert attempts == 385
+    passes = np.random.default_rng(0).binomial(attempts, [[0.6], [0.5]], (2, 4000)) / attempts
+    error = np.sqrt((passes * (1 - passes)).sum(0) / attempts)
+    assert np.mean(passes[0] - passes[1] > 1.96 * error) == pytest.approx(0.8, abs=0.03)
+    assert attempts_to_decide(0.5, 0.5, 0.95) is None
+    assert attempts_to_decide(0.5, 0.5001, 0.95) is None
 
 
 def test_win_probabilities_are_mann_and_whitney_s():

@@ -51,6 +51,7 @@ def get_config() -> ConfigDict:
 
     c.model.balance_loss = 0.0  # mixtures of experts: coefficient of the loss that evens their load out, 0 in RL
     c.model.router_z_loss = 0.0  # mixtures of experts: coefficient of the loss that keeps router logits small, 0 in RL
+    c.model.replay_routes = False  # mixtures of experts: train with the experts that the engine chose for each token
 
     c.lora = ConfigDict()
     c.lora.rank = 16  # 0 = train every parameter

@@ -22,6 +22,7 @@ from rlx.learner.state import LearnerState, init_state, make_optimizer
 from rlx.learner.step import Batch, MicroBatch, StepConfig
 from rlx.models import files, hf
 from rlx.models.lora import adapter_scale, kernels, merged_kernels, replaced
+from rlx.models.sampler import routes_shape
 from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import Remat, kept_bytes, prefix_sharing_unsupported_reason
 from rlx.rollout.collect import Sampling
@@ -52,6 +53,11 @@ def load_model(config: Config) -> Model:
         raise ConfigError(
             f"config.engine.context = {context}: the model in {path} was made for {arch.max_positions} positions "
             f"(max_position_embeddings in its config.json); set at most {arch.max_positions}"
+        )
+    if config.model.replay_routes and not arch.expert_layers:
+        raise ConfigError(
+            f"config.model.replay_routes = True: the model in {path} ({arch.model_type}) has no experts to choose; "
+            "set it to False"
         )
     reason = prefix_sharing_unsupported_reason(arch)
     if config.learner.prefix_sharing and reason:
@@ -149,6 +155,7 @@ def make_engine(config: Config, model: Model, params: Params, version: int) -> L
         version=version,
         head_size=head_size(config),
         stop_ids=tuple(model.tokenizer.stop_token_ids),
+        record_routes=config.model.replay_routes,
     )
 
 
@@ -206,7 +213,14 @@ def remat(config: Config, arch: Architecture) -> Remat:
     return "products" if kept <= KEPT_BYTES else "layer"
 
 
-def packing_config(config: Config, num_sequences: int, head: int) -> PackingConfig:
+def replayed_routes(config: Config, arch: Architecture) -> tuple[int, int] | None:
+    """(layers of experts, choices of each) where the engine's choices are trained with."""
+    return routes_shape(arch) if config.model.replay_routes else None
+
+
+def packing_config(
+    config: Config, num_sequences: int, head: int, routes: tuple[int, int] | None = None
+) -> PackingConfig:
     learner = config.learner
     return PackingConfig(
         row_tokens=learner.row_tokens,
@@ -215,6 +229,7 @@ def packing_config(config: Config, num_sequences: int, head: int) -> PackingConf
         capacity=-(-num_sequences // learner.micro_batch_rows),  # at worst each has a row of its own
         head_size=head,
         share_prefixes=learner.prefix_sharing,
+        routes=routes,
     )
 
 

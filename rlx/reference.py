@@ -118,7 +118,7 @@ def common_norms(ours: Mapping[str, float], theirs: Mapping[str, float | None]) 
     known = {name for name, norm in theirs.items() if norm is not None}
     if odd := sorted((known - ours.keys()) | (ours.keys() - theirs.keys())):
         raise ValueError(f"the model and the reference's gradient norms differ in their parameters: {odd[:6]}")
-    return {name: (ours[name], float(theirs[name] or 0)) for name in ours if name in known}
+    return {name: (ours[name], float(theirs[name] or 0)) for name in theirs if name in known}
 
 
 def _joined(norms: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -235,7 +235,9 @@ def open_training(config: Config) -> Iterator[Run]:
             model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
         samples = config.rollout.tasks_per_update * config.rollout.group_size
         step = assemble.step_config(config, model.arch, samples)
-        packing = assemble.packing_config(config, samples, assemble.head_size(config))
+        packing = assemble.packing_config(
+            config, samples, assemble.head_size(config), assemble.replayed_routes(config, model.arch)
+        )
         # Of a batch only the shapes count, and they are those of an empty one.
         (padding,) = assemble.device_batch(pack_batch([], packing))
         compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))

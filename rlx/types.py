@@ -93,6 +93,8 @@ class Sample:
     text: str  # the response, decoded for people and graders
     reward: float
     grade: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the grader said beside the reward
+    # int16 [W, layers of experts, k]: the experts that the token before each written one was sent to, where recorded.
+    routes: np.ndarray | None = None
 
     @property
     def num_written(self) -> int:

@@ -49,7 +49,8 @@ def test_every_quantity_is_compared(model):
     names = [d.name for d in verify.verify(model("qwen2"), reference)]
     meta = json.loads((FIXTURES / "qwen2" / "meta.json").read_text())
     gradients = [f"gradient norm, {name}" for name in meta["grad_norms_by_torch_param"]]
-    assert names == ["logits", "token log-probs", "logits, left-padded", *gradients]
+    hidden = [f"hidden states, {i}" for i in range(3)]
+    assert names == ["logits", "token log-probs", "logits, left-padded", *hidden, *gradients]
 
 
 def test_changed_weight_is_found(model, capsys):
@@ -74,6 +75,8 @@ def test_weight_that_is_not_finite_is_found_and_stays_json(model, capsys):
         "max_logit_error": None,
         "max_logprob_error": None,
         "max_gradient_norm_error": None,
+        "max_hidden_state_error": None,
+        "tokens_routed_otherwise": None,
     }
 
 

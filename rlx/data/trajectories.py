@@ -34,6 +34,15 @@ def token_ages(sample: Sample, version: int) -> np.ndarray:
     return ages
 
 
+def token_routes(sample: Sample) -> np.ndarray | None:
+    """int32 [N, layers of experts, k]: the experts that each token was sent to, -1 where that is not recorded."""
+    if sample.routes is None:
+        return None
+    routes = np.full((len(sample.tokens), *sample.routes.shape[1:]), -1, np.int32)
+    routes[np.flatnonzero(sample.mask) - 1] = sample.routes
+    return routes
+
+
 def trajectories(
     samples: Sequence[Sample], advantages: Mapping[tuple[int, int], float], version: int, *, with_head: bool
 ) -> list[Trajectory]:
@@ -47,6 +56,7 @@ def trajectories(
             ages=token_ages(sample, version),
             head=sample.head if with_head else None,
             group=sample.group,
+            routes=token_routes(sample),
         )
         for sample in samples
     ]

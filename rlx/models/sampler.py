@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from rlx.models import residual
 from rlx.models.cache import LayerCache
-from rlx.models.description import Architecture, Params
+from rlx.models.description import Architecture, Experts, Params
 from rlx.models.kinds import kind
 from rlx.models.rows import packed_rows, token_rows
 from rlx.models.sampling import Draw, draw, no_draw
@@ -33,6 +34,7 @@ class SamplerConfig:
     head_size: int
     steps: int  # the most tokens decoded in one dispatch
     stop_ids: tuple[int, ...]
+    routes: bool = False  # record which experts each token is sent to
 
     @property
     def context(self) -> int:
@@ -62,6 +64,7 @@ class Dispatch:
     active: Array  # bool [slots], afterwards
     stopped: Array  # bool [slots]: the last token is a stop token
     drawn: Draw  # leaves [steps, slots, ...]
+    routes: Array | None  # int16 [steps, slots, layers of experts, k]: of the token that was fed, where recorded
 
 
 @struct.dataclass
@@ -82,6 +85,14 @@ class Admission:
     limit: Array  # int32 [slots]
     seed: Array  # uint32 [slots]
     temperature: Array  # float32 [slots]
+
+
+def routes_shape(arch: Architecture) -> tuple[int, int]:
+    """(layers of experts, choices of each) of a token. Raises ValueError where the layers choose different numbers."""
+    chosen = {layer.mlp.top_k for layer in arch.layers if isinstance(layer.mlp, Experts)}
+    if len(chosen) != 1:
+        raise ValueError(f"routes are recorded of models whose layers choose the same number of experts, not {chosen}")
+    return len(arch.expert_layers), chosen.pop()
 
 
 def unstack_layers(arch: Architecture, params: Params) -> Params:
@@ -161,15 +172,20 @@ def resize(slots: Slots, source: Int[Array, " new"]) -> Slots:
     return dataclasses.replace(moved, active=moved.active & (source >= 0))
 
 
-def _step(arch: Architecture, config: SamplerConfig, params: Params, slots: Slots) -> tuple[Slots, Draw]:
-    """Write one token in every active slot; what is drawn in the others does not matter."""
-    stream, caches = residual.start(arch, params["embed"][slots.token][:, None]), []
+def _step(
+    arch: Architecture, config: SamplerConfig, params: Params, slots: Slots
+) -> tuple[Slots, tuple[Draw, Array | None]]:
+    """Write one token in every active slot; what is drawn in the others does not matter. Returns also the experts that
+    the tokens fed were sent to, where they are recorded."""
+    stream, caches, choices = residual.start(arch, params["embed"][slots.token][:, None]), [], []
     token, valid = token_rows(arch, slots.position), slots.active[:, None]
     for number, (layer, weights, held) in enumerate(zip(arch.layers, params["layers"], slots.caches, strict=True)):
         mixer, functions = layer.mixer, kind(layer.mixer)
         mix = lambda w, x, f=functions, m=mixer, c=held: f.step(m, arch, w, x, c, token)  # noqa: E731
-        stream, new, _ = block(arch, layer, Weights(weights, {}, 1.0), stream, number, mix, valid)
+        stream, new, routing = block(arch, layer, Weights(weights, {}, 1.0), stream, number, mix, valid)
         caches.append(new)
+        choices += [] if routing is None else [routing.choices[:, 0].astype(jnp.int16)]
+    routes = jnp.stack(choices, axis=1) if config.routes and choices else None
     hidden = residual.finish(arch, params, stream)[:, 0]
     hidden = normalise(arch.norm, hidden, params["final_norm"], arch.rms_norm_eps)
     drawn = draw(logits(params, hidden), slots.temperature, slots.seed, slots.count, config.head_size)
@@ -183,7 +199,7 @@ def _step(arch: Architecture, config: SamplerConfig, params: Params, slots: Slot
         position=position,
         active=slots.active & ~over,
         count=count,
-    ), drawn
+    ), (drawn, routes)
 
 
 def _is_stop(config: SamplerConfig, tokens: Int[Array, " slots"]) -> Bool[Array, " slots"]:
@@ -201,21 +217,21 @@ def decode(
     """
     end = config.ends[stretches - 1]
 
-    def more(carry: tuple[Array, Slots, Draw]) -> Array:
+    def more(carry: tuple[Array, Slots, Any]) -> Array:
         step, now, _ = carry
         inside = jnp.where(now.active, now.position, 0).max() < end
         busy = now.active.sum()
         return (step < config.steps) & (busy > 0) & inside & ~(until_free & (busy < slots.active.sum()))
 
-    def body(carry: tuple[Array, Slots, Draw]) -> tuple[Array, Slots, Draw]:
+    def body(carry: tuple[Array, Slots, Any]) -> tuple[Array, Slots, Any]:
         step, now, written = carry
         now, drawn = _step(arch, config, params, now)
         return step + 1, now, jax.tree.map(lambda all_, new: all_.at[step].set(new), written, drawn)
 
     start = dataclasses.replace(slots, caches=tuple(held.first(stretches) for held in slots.caches))
-    nothing = no_draw(slots.token.shape[0], config.head_size)
+    nothing = no_draw(slots.token.shape[0], config.head_size), _no_routes(arch, config, slots.token.shape[0])
     written = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.steps, *x.shape)), nothing)
-    _, done, drawn = jax.lax.while_loop(more, body, (jnp.int32(0), start, written))
+    _, done, (drawn, routes) = jax.lax.while_loop(more, body, (jnp.int32(0), start, written))
     caches = tuple(new.rest_of(old) for new, old in zip(done.caches, slots.caches, strict=True))
     done = dataclasses.replace(done, caches=caches)
     return done, Dispatch(
@@ -223,4 +239,12 @@ def decode(
         active=done.active,
         stopped=_is_stop(config, done.token),
         drawn=drawn,
+        routes=routes,
     )
+
+
+def _no_routes(arch: Architecture, config: SamplerConfig, slots: int) -> Array | None:
+    """Zeros, in the shape of a step's routes."""
+    if not config.routes or not arch.expert_layers:
+        return None
+    return jnp.zeros((slots, *routes_shape(arch)), jnp.int16)

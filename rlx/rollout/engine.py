@@ -35,6 +35,8 @@ class Completion:
     head: TopK | None  # W rows
     version_spans: tuple[VersionSpan, ...]  # over the response's indices, covering [0, W)
     stop_reason: StopReason
+    # int16 [W, layers of experts, k]: the experts that the token before each one was sent to, where they are recorded.
+    routes: np.ndarray | None = None
 
 
 class EngineError(RuntimeError):

@@ -63,13 +63,14 @@ class LocalEngine:
         version: int,
         head_size: int,
         stop_ids: tuple[int, ...],
+        record_routes: bool = False,
         name: str = "local",
     ):
         self.name = name
         self.admission = config.slots
         self.arch = arch
         ends = tuple(sorted({b for b in config.prefill_buckets if b < config.context} | {config.context}))
-        self.config = SamplerConfig(ends, head_size, config.steps_per_dispatch, stop_ids)
+        self.config = SamplerConfig(ends, head_size, config.steps_per_dispatch, stop_ids, record_routes)
         self.widths = _widths(config.slots)
         self.version = version
         self.stats = EngineStats()
@@ -210,7 +211,8 @@ class LocalEngine:
             self.stats.busy_slot_steps += written
             fields = (drawn.tokens, drawn.logprobs, drawn.head_ids, drawn.head_logprobs)
             tokens, logprobs, ids, head = (np.array(x[:written, slot]) for x in fields)
-            sample.add(Written(tokens, logprobs, ids, head), self.version)
+            routes = None if dispatch.routes is None else np.array(dispatch.routes[:written, slot])
+            sample.add(Written(tokens, logprobs, ids, head, routes), self.version)
             if not dispatch.active[slot]:
                 self._owner[slot] = None
                 reason = StopReason.STOP if dispatch.stopped[slot] else StopReason.LENGTH

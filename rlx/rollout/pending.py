@@ -19,6 +19,7 @@ class Written:
     logprobs: np.ndarray  # float32 [n]
     head_ids: np.ndarray  # int32 [n, K]
     head_logprobs: np.ndarray  # float32 [n, K]
+    routes: np.ndarray | None = None  # int16 [n, layers of experts, k]
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,4 +63,6 @@ class Pending:
         fields = zip(*((p.tokens, p.logprobs, p.head_ids, p.head_logprobs) for p in self.parts), strict=True)
         tokens, logprobs, head_ids, head_logprobs = (np.concatenate(parts) for parts in fields)
         head = TopK(head_ids, head_logprobs) if with_head else None
-        return Completion(tokens, logprobs, head, tuple(self.spans), stop_reason)
+        known = [p.routes for p in self.parts if p.routes is not None]
+        routes = np.concatenate(known) if known else None
+        return Completion(tokens, logprobs, head, tuple(self.spans), stop_reason, routes)

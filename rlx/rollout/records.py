@@ -106,6 +106,7 @@ def sample_tree(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "reward": sample.reward,
         "grade": dict(sample.grade),
+        "routes": sample.routes,
     }
 
 

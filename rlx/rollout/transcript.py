@@ -98,6 +98,12 @@ class Transcript:
             return None
         return TopK(join([h.ids for h in known], np.int32), join([h.logprobs for h in known], np.float32))
 
+    def routes(self) -> np.ndarray | None:
+        """A row for each written token; None where a part has none."""
+        found = [p.routes for t in self.turns for p in t.parts]
+        known = [r for r in found if r is not None]
+        return np.concatenate(known) if known and len(known) == len(found) else None
+
     def sample(
         self, task: Task, group: int, index: int, verdict: Verdict, stop: StopReason, *, zero_truncated: bool
     ) -> Sample:
@@ -127,6 +133,7 @@ class Transcript:
             text=verdict.text,
             reward=0.0 if zeroed else verdict.grade.reward,
             grade=dataclasses.asdict(verdict.grade),
+            routes=self.routes(),
         )
 
     # ------------------------------------------------------------------------------------------------------- resuming
@@ -160,6 +167,7 @@ def _part_state(part: Completion) -> dict[str, Any]:
         "head": head,
         "version_spans": [list(dataclasses.astuple(s)) for s in part.version_spans],
         "stop_reason": part.stop_reason.value,
+        "routes": part.routes,
     }
 
 
@@ -171,4 +179,5 @@ def _part(state: Mapping[str, Any]) -> Completion:
         head=None if head is None else TopK(head["ids"], head["logprobs"]),
         version_spans=tuple(VersionSpan(*s) for s in state["version_spans"]),
         stop_reason=StopReason(state["stop_reason"]),
+        routes=state["routes"],
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
 from rlx.learner.state import init_state, learning_rate, make_optimizer
 from tests import tiny_model
@@ -88,8 +89,9 @@ def test_the_optimizer_is_adamw(max_grad_norm, weight_decay):
 
 def test_an_adapter_starts_at_version_0():
     state = init_state(ARCH, LORA, tiny_model.params(), make_optimizer(LEARNER), jax.random.key(0))
-    assert set(state.trainable) == set(LORA.targets)
-    assert not any(np.any(low_rank["b"]) for low_rank in state.trainable.values())
+    adapter = traverse_util.flatten_dict(state.trainable)
+    assert {path[-2] for path in adapter} == set(LORA.targets)
+    assert not any(np.any(leaf) for path, leaf in adapter.items() if path[-1] == "b")
     assert [int(x) for x in (state.version, state.skipped, state.skipped_in_row)] == [0, 0, 0]
 
 
@@ -98,8 +100,8 @@ def test_keys_draw_different_adapters():
         init_state(ARCH, LORA, tiny_model.params(), make_optimizer(LEARNER), jax.random.key(k)).trainable
         for k in (0, 0, 1)
     )
-    np.testing.assert_array_equal(first["q_proj"]["a"], again["q_proj"]["a"])
-    assert not np.array_equal(first["q_proj"]["a"], other["q_proj"]["a"])
+    np.testing.assert_array_equal(first["0"]["mixer"]["q_proj"]["a"], again["0"]["mixer"]["q_proj"]["a"])
+    assert not np.array_equal(first["0"]["mixer"]["q_proj"]["a"], other["0"]["mixer"]["q_proj"]["a"])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -11,16 +11,25 @@ import optax
 import pytest
 from flax import traverse_util
 
-from rlx.config.schema import LoraConfig
+from rlx.assemble import device_batch
+from rlx.config.schema import EngineConfig, LoraConfig
+from rlx.data.packing import PackingConfig, pack
+from rlx.data.trajectories import trajectories
+from rlx.envs.grading import Grade, Outcome
 from rlx.learner.routing import RouterLosses, load_values
 from rlx.learner.state import init_state
 from rlx.learner.step import update
-from rlx.models import lora, moe
+from rlx.models import lora, moe, sampler
 from rlx.models.description import Experts, Router
 from rlx.models.hf import load_params, read_architecture
 from rlx.models.peft import load_adapter, save_adapter, to_peft
 from rlx.models.transformer import forward_routed
+from rlx.rollout.local import LocalEngine
+from rlx.rollout.transcript import Transcript, Verdict
+from rlx.types import StopReason
 from tests.learner import batches
+from tests.records import make_task
+from tests.rollout.serving import ask, serve
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 RNG = np.random.default_rng(0)
@@ -207,3 +216,31 @@ def test_router_losses_move_the_router_and_loads_are_counted(model):
         assert values["train/moe/balance_loss"] >= 1 - 1e-3
         assert values["train/moe/max_load"] > 1
     assert np.abs(moved["on"] - moved["off"]).max() > 1e-5
+
+
+@pytest.mark.slow
+def test_an_engines_choices_reach_the_update(model):
+    """Recorded of every token that was fed, laid out at the tokens' places, and those of the forward pass."""
+    arch, params = model
+    config = EngineConfig("local", slots=2, context=32, prefill_buckets=(8,), prefill_rows=2, steps_per_dispatch=3)
+    engine = LocalEngine(arch, config, params, version=0, head_size=0, stop_ids=(), record_routes=True)
+    request = ask(0, 5, samples=2, vocab=arch.vocab_size, new=7)
+    (completions,) = serve(engine, [request])
+    samples = []
+    for i, completion in enumerate(completions):
+        transcript = Transcript()
+        transcript.observe(request.prompt)
+        transcript.write(completion)
+        again = Transcript.from_state(transcript.get_state())
+        verdict = Verdict(Grade(1.0, "", "", 0.0, Outcome.GRADED), "")
+        samples.append(again.sample(make_task(0), 0, i, verdict, StopReason.LENGTH, zero_truncated=False))
+    assert all(s.routes.shape == (7, 2, 2) for s in samples)
+    laid_out = trajectories(samples, {(0, 0): 1.0, (0, 1): -1.0}, 0, with_head=False)
+    packed = pack(laid_out, PackingConfig(32, 16, 1, 1, 0, share_prefixes=True, routes=sampler.routes_shape(arch)))
+    (batch,) = device_batch(packed)
+    recorded = np.asarray(batch.routes)[..., 0, 0] >= 0
+    assert recorded.sum() == 1 + 2 * 6  # the prompt's last token, which both share, and all written but the last
+    positions = (batch.tokens, batch.positions, batch.segment_ids, batch.prefix_ids)
+    _, routing = jax.jit(forward_routed, static_argnums=0)(arch, params, *positions)
+    own = np.moveaxis(np.asarray(routing.choices), 0, 2)
+    np.testing.assert_array_equal(np.sort(own[recorded]), np.sort(np.asarray(batch.routes)[recorded]))

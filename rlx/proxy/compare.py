@@ -183,6 +183,5 @@ def _reward_trend(run: RunData) -> Trend | None:
 
 
 def _reproduces(reward: Trend | None, validation: str) -> str:
-    if reward is None or reward.direction == "too few points" or validation not in ("rises", "falls"):
-        return OPEN if reward is None or reward.direction != "falls" else "no"
-    return "yes" if (reward.direction, validation) == ("rises", "rises") else "no"
+    seen = (reward.direction if reward is not None else OPEN, validation)
+    return "yes" if seen == ("rises", "rises") else "no" if "falls" in seen else OPEN

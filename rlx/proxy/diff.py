@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlx.config.identity import flat
 from rlx.metrics.view import setting
 from rlx.proxy.report import Report, Table
+from rlx.proxy.runs import model_name
 
 Kind = Literal["must change", "search again", "must stay", "carries over"]
 Tree = Mapping[str, Any]
@@ -171,7 +171,7 @@ def _get(side: Side, key: str) -> Any:
 
 
 def _model(side: Side) -> str:
-    name = Path(str(_get(side, "model.path"))).name or "not named"
+    name = model_name(str(_get(side, "model.path"))) or "not named"
     return f"{name}, {amount(side.total)}" if side.total else name
 
 

@@ -18,6 +18,7 @@ Axis = Literal["updates", "seconds", "tokens"]
 AXES: tuple[Axis, ...] = ("updates", "seconds", "tokens")
 WATCH = "watch"  # the folder of a run in which `rlx evaluate --watch` writes
 SWEEP = "sweep.json"
+KINDS_OF_MODEL = ("sft", "model", "adapter", "merged", "checkpoint")
 CONFIDENCE = 0.95
 
 
@@ -86,7 +87,7 @@ def read_rlx(path: Path) -> RunData:
     return RunData(
         name=path.resolve().name,
         source=str(path),
-        model=Path(str(setting(view.config, "model.path"))).name,
+        model=model_name(str(setting(view.config, "model.path"))),
         settings=settings,
         seed=settings.get("run.seed"),
         curves={name: points for name, points in curves.items() if points},
@@ -94,6 +95,12 @@ def read_rlx(path: Path) -> RunData:
         seconds=_seconds(view),
         state=view.state,
     )
+
+
+def model_name(path: str) -> str:
+    """The directory's name, with that above it where it says only what kind of model it is."""
+    parts = Path(path).parts[-2:]
+    return "/".join(parts) if parts[-1:] and parts[-1] in KINDS_OF_MODEL else "".join(parts[-1:])
 
 
 def task_rates(path: Path) -> dict[str, float]:

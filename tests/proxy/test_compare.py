@@ -13,7 +13,7 @@ from rlx.proxy.charts import comparison
 from rlx.proxy.compare import decided, difference, matched_pairs, peak_of, read, trend
 from rlx.proxy.panels import PANELS, points_of
 from rlx.proxy.ranking import common, read_study
-from rlx.proxy.runs import Point, evaluation_of, read_rlx
+from rlx.proxy.runs import Point, evaluation_of, model_name, read_rlx
 from tests.proxy import made_runs
 
 
@@ -85,6 +85,11 @@ def test_better_is_said_at_matched_cost_within_a_model_only(tmp_path):
     assert matched_pairs([good, dataclasses.replace(bad, evaluations=tuple(cheap))]) == []
     fewer = [dataclasses.replace(e, tasks=10.0) for e in bad.evaluations]
     assert matched_pairs([good, dataclasses.replace(bad, evaluations=tuple(fewer))]) == []
+
+
+def test_models_are_told_apart_by_their_directories(tmp_path):
+    names = {"models/small": "small", "runs/a/sft": "a/sft", "/x/b/model": "b/model", "": ""}
+    assert {path: model_name(path) for path in names} == names
 
 
 def test_an_evaluation_of_unknown_size_has_no_interval_and_decides_nothing():

@@ -51,6 +51,8 @@ def get_config() -> ConfigDict:
 
     c.model.balance_loss = 0.0  # mixtures of experts: coefficient of the loss that evens their load out, 0 in RL
     c.model.router_z_loss = 0.0  # mixtures of experts: coefficient of the loss that keeps router logits small, 0 in RL
+    c.model.balance_packing = False  # mixtures of experts: rows ordered so that micro-batches spread over experts, by
+    #                                  the choices that replay_routes records
     c.model.replay_routes = False  # mixtures of experts: train with the experts that the engine chose for each token
 
     c.lora = ConfigDict()

@@ -230,6 +230,7 @@ def packing_config(
         head_size=head,
         share_prefixes=learner.prefix_sharing,
         routes=routes,
+        balance_experts=config.model.balance_packing and routes is not None,
     )
 
 

@@ -184,7 +184,7 @@ def test_the_packing_holds_every_sample(config):
     """63 samples at worst have a row each; four rows are a micro-batch."""
     c = config(learner__row_targets=64)
     packing = assemble.packing_config(c, 63, head=4)
-    assert dataclasses.astuple(packing) == (256, 64, 4, 16, 4, True, None)
+    assert dataclasses.astuple(packing) == (256, 64, 4, 16, 4, True, None, False)
     assert assemble.packing_config(config(), 64, head=0).row_targets == 256
     assert not assemble.packing_config(config(learner__prefix_sharing=False), 64, head=0).share_prefixes
 

@@ -95,6 +95,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _limits,
         _run,
         _model,
+        _experts,
         _lora,
         _tasks,
         _rollout,
@@ -196,6 +197,13 @@ def _model(config: Config) -> list[str]:
         return [_said("model.path", path, f"no such directory; {way_out}")]
     if not (Path(path) / "config.json").is_file():
         return [_said("model.path", path, f"has no config.json, so it is no Hugging Face checkpoint; {way_out}")]
+    return []
+
+
+def _experts(config: Config) -> list[str]:
+    if config.model.balance_packing and not config.model.replay_routes:
+        demand = "balances by the routes that engines record; set config.model.replay_routes = True too"
+        return [_said("model.balance_packing", True, demand)]
     return []
 
 

@@ -49,6 +49,7 @@ class ModelConfig:
     scan_layers: Literal["auto", "on", "off"]  # the update's layers in a loop, or one after the other
     balance_loss: float  # coefficient, mixtures of experts
     router_z_loss: float  # coefficient, mixtures of experts
+    balance_packing: bool  # mixtures of experts: micro-batches that spread over experts, by the engine's choices
     replay_routes: bool  # mixtures of experts: train with the experts that the engine chose, where it says which
 
 

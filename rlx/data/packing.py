@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlx.data.balance import balanced
 from rlx.data.rows import Family, Member, plan_rows
 from rlx.types import TopK
 
@@ -41,6 +42,7 @@ class PackingConfig:
     head_size: int  # K
     share_prefixes: bool = True
     routes: tuple[int, int] | None = None  # layers of experts and k, where routes are replayed
+    balance_experts: bool = False  # order rows by their routes so that micro-batches spread over experts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,6 +137,10 @@ def pack(trajectories: Sequence[Trajectory], config: PackingConfig) -> PackedBat
             f"{len(trajectories)} trajectories need {len(rows)} rows; the batch has at most "
             f"{config.capacity} micro-batches of {config.rows}. Raise the capacity or pack fewer."
         )
+    if config.balance_experts:
+        # A micro-batch that is not full has empty rows, which may change places too.
+        rows = [*rows, *([] for _ in range(-len(rows) % config.rows))]
+        rows = [rows[i] for i in balanced(expert_loads(rows, trajectories), config.rows)]
     batch = _empty(
         config,
         count=max(-(-len(rows) // config.rows), 1),
@@ -144,6 +150,23 @@ def pack(trajectories: Sequence[Trajectory], config: PackingConfig) -> PackedBat
     for r, row in enumerate(rows):
         _fill(batch, divmod(r, config.rows), row, trajectories)
     return batch
+
+
+def expert_loads(rows: Sequence[Sequence[Family]], trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """float64 [rows, layers of experts, E]: recorded choices of the tokens of each row, of what they are known of."""
+    known = [t.routes for t in trajectories if t.routes is not None]
+    layers, experts = (known[0].shape[1], 1 + max(int(r.max()) for r in known)) if known else (1, 1)
+    loads = np.zeros((len(rows), layers, max(experts, 1)))
+    for row, load in zip(rows, loads, strict=True):
+        for family in row:
+            parts = [(family.members[0], slice(family.prefix))]
+            parts += [(m, slice(family.prefix, family.prefix + m.tokens)) for m in family.members]
+            for member, part in parts:
+                routes = trajectories[member.number].routes
+                for layer in range(layers if routes is not None else 0):
+                    chosen = routes[part, layer]  # type: ignore[index]
+                    load[layer] += np.bincount(chosen[chosen >= 0], minlength=load.shape[1])
+    return loads
 
 
 def _common_prefix(trajectories: Sequence[Trajectory]) -> int:

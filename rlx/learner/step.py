@@ -22,10 +22,13 @@ from rlx_kernels.logprob import Precision, token_stats
 from rlx.algos.aggregation import weights_of_slice
 from rlx.algos.objective import Metrics, Targets, objective
 from rlx.config.objective import ObjectiveConfig
+from rlx.learner.placed import in_zigzag, sharded_token_stats
 from rlx.learner.routing import NO_LOSSES, RouterLosses, with_routing
 from rlx.learner.state import LearnerState
+from rlx.models.placed import keeps_order
 from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import Remat, forward_routed, head_matrix
+from rlx.parallel.mesh import Placement
 
 # Loss, gradient and metric sums.
 Total = tuple[Array, Params, Metrics]
@@ -46,6 +49,7 @@ class StepConfig:
     router_losses: RouterLosses = NO_LOSSES
     head_precision: Precision | None = None  # of the output head's products; None: what the dtypes say
     unrolled: bool = False  # layers one after the other in the program, not in a loop
+    placement: Placement | None = None  # the devices that share an update, None = one
 
 
 @struct.dataclass
@@ -102,6 +106,7 @@ def slice_targets(config: StepConfig, batch: MicroBatch) -> Targets:
 def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> tuple[Array, Metrics]:
     """Loss and metric sums of a micro-batch: its share of the whole batch's."""
     params, adapter = combine(config, frozen, trainable)
+    batch = _laid_out(config, batch)
     hidden, routing = forward_routed(
         config.arch,
         params,
@@ -114,10 +119,12 @@ def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: Mic
         adapter_scale=config.adapter_scale or 1.0,
         remat=config.remat,
         unrolled=config.unrolled,
+        placement=config.placement,
     )
     predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
     targets = slice_targets(config, batch)
-    stats = token_stats(
+    stats_of = token_stats if config.placement is None else partial(sharded_token_stats, config.placement)
+    stats = stats_of(
         predicting.reshape(-1, predicting.shape[-1]),
         head_matrix(params),
         targets.tokens,
@@ -129,6 +136,15 @@ def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: Mic
     loss, metrics = objective(config.objective, stats, targets)
     share = batch.mask.sum() / batch.num_targets
     return with_routing(config.router_losses, routing, share, loss, metrics)
+
+
+def _laid_out(config: StepConfig, batch: MicroBatch) -> MicroBatch:
+    """Rows with their tokens in the order in which devices hold them."""
+    if config.placement is None or keeps_order(config.arch):
+        return batch
+    by_token = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "prefix_ids", "routes")}
+    by_token, source = in_zigzag(config.placement, by_token, batch.source)
+    return batch.replace(source=source, **by_token)
 
 
 def slice_gradient(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:

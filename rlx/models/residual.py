@@ -6,12 +6,15 @@ its snapshots that Kimi K3 mixes (`models.residual_bank`).
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rlx.models import residual_bank
 from rlx.models.description import Architecture, Params, ParamSpec
 from rlx.models.residual_bank import Bank
 from rlx.models.weights import Weights
+from rlx.parallel.mesh import Placement
 
 Stream = Array | Bank
 
@@ -48,6 +51,30 @@ def finish(arch: Architecture, params: Params, stream: Stream) -> Float[Array, "
 def plain(stream: Stream) -> Float[Array, "rows t d"]:
     """What has been added up since the last snapshot."""
     return stream.stream if isinstance(stream, Bank) else stream
+
+
+def placed(placement: Placement, stream: Stream) -> Stream:
+    """Rows over dp and tokens over cp, whatever the layer before left."""
+    if not isinstance(stream, Bank):
+        return placement.rows(stream)
+    return stream.replace(stream=placement.rows(stream.stream))
+
+
+def split(stream: Stream, parts: int) -> Stream:
+    """Its rows cut into micro-batches; every leaf leads with them."""
+    cut = lambda x: x.reshape(parts, -1, *x.shape[1:])  # noqa: E731
+    if not isinstance(stream, Bank):
+        return cut(stream)
+    snapshots = jnp.moveaxis(jax.vmap(cut)(stream.snapshots), 1, 0)
+    return Bank(snapshots, jnp.broadcast_to(stream.count, (parts,)), cut(stream.stream))
+
+
+def joined(stream: Stream) -> Stream:
+    """`split` undone."""
+    whole = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    if not isinstance(stream, Bank):
+        return whole(stream)
+    return Bank(jax.vmap(whole)(jnp.moveaxis(stream.snapshots, 1, 0)), stream.count[0], whole(stream.stream))
 
 
 def layer_specs(arch: Architecture) -> Params:

@@ -9,6 +9,7 @@ there is one forward pass to get right.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -36,6 +37,8 @@ from rlx.models.residual import Stream
 from rlx.models.rows import Rows, packed_rows
 from rlx.models.spec import layer_specs
 from rlx.models.weights import Weights, normalise
+from rlx.parallel import pipeline
+from rlx.parallel.mesh import Placement
 
 # x [rows, t, d] of one layer's mixer -> (y, what the caller wants kept); it decides what is attended to.
 Mix = Callable[[Weights, Array], tuple[Array, Any]]
@@ -53,6 +56,7 @@ def block(
     mix: Mix,
     valid: Array,
     replayed: Array | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Stream, Any, Routing | None]:
     """One layer: its mixer, then its MLP. `weights` have no leading layer axis; `valid` [rows, t] is false on padding.
 
@@ -69,7 +73,7 @@ def block(
 
     def feed(inside: Weights, x: Array) -> tuple[Array, Routing | None]:
         if isinstance(layer.mlp, Experts):
-            return moe.forward(layer.mlp, arch, inside, x, valid, replayed)
+            return moe.forward(layer.mlp, arch, inside, x, valid, replayed, placement)
         return mlp.forward(layer.mlp, inside, x), None
 
     stream, made = sub_layer("mixer", mix)
@@ -89,6 +93,7 @@ def forward(
     adapter_scale: float = 1.0,
     remat: Remat = "none",
     unrolled: bool = False,
+    placement: Placement | None = None,
 ) -> Float[Array, "rows t d"]:
     """Hidden states after the final norm.
 
@@ -102,6 +107,8 @@ def forward(
       unrolled: one layer after the other in the program, not a loop over them. It is faster where what a layer keeps
         for the backward pass is much next to its arithmetic, as a loop copies that into arrays over layers and back;
         it compiles for as many times longer as there are layers.
+      placement: the devices that share the work, None = one. A pipeline runs groups with at least a repeat a stage;
+        others, a dense first layer say, are computed by every stage.
     """
     return forward_routed(
         arch,
@@ -114,6 +121,7 @@ def forward(
         adapter_scale=adapter_scale,
         remat=remat,
         unrolled=unrolled,
+        placement=placement,
     )[0]
 
 
@@ -130,18 +138,26 @@ def forward_routed(
     adapter_scale: float = 1.0,
     remat: Remat = "none",
     unrolled: bool = False,
+    placement: Placement | None = None,
 ) -> tuple[Float[Array, "rows t d"], Routing | None]:
     """`forward`, and what the routers did, None where there are none.
 
     routes: expert choices to replay, of `arch.expert_layers`; negative where the router is to choose.
     """
     rows = packed_rows(arch, positions, segment_ids, prefix_ids)
-    stream = residual.start(arch, params["embed"][tokens])
+    embedded = params["embed"][tokens]
+    stream = residual.start(arch, embedded if placement is None else placement.rows(embedded))
     routings: list[tuple[tuple[int, ...], Routing]] = []
     for group in group_slots(arch):
-        step = _group_step(arch, group, rows, adapter_scale, remat, scanned=not unrolled and len(group[0].numbers) > 1)
+        repeats = len(group[0].numbers)
+        piped = placement is not None and 1 < placement.layout.pp <= repeats
+        scanned = piped or (not unrolled and repeats > 1)
+        step = _group_step(arch, group, adapter_scale, remat, placement, scanned=scanned)
         xs = tuple(_slot_inputs(arch, slot, params, adapter or {}, routes) for slot in group)
-        stream, made = _repeat(step, stream, xs, len(group[0].numbers), unrolled)
+        if piped:
+            stream, made = _piped(placement, step, rows, stream, xs, repeats)
+        else:
+            stream, made = _repeat(partial(step, rows), stream, xs, repeats, unrolled)
         routings += [(slot.numbers, routing) for slot, routing in zip(group, made, strict=True) if routing is not None]
     hidden = residual.finish(arch, params, stream)
     return normalise(arch.norm, hidden, params["final_norm"], arch.rms_norm_eps), _in_order(routings)
@@ -158,32 +174,53 @@ def _slot_inputs(arch: Architecture, slot: Slot, params: Params, adapter: Params
 
 
 def _group_step(
-    arch: Architecture, group: Sequence[Slot], rows: Rows, scale: float, remat: Remat, *, scanned: bool
+    arch: Architecture,
+    group: Sequence[Slot],
+    scale: float,
+    remat: Remat,
+    placement: Placement | None,
+    *,
+    scanned: bool,
 ) -> Callable:
-    """(stream, inputs of the pattern's layers) -> (stream, their routings)."""
+    """(rows, stream, inputs of the pattern's layers) -> (stream, their routings)."""
 
     def one(layer: Layer) -> Callable:
-        def run(stream: Stream, xs: tuple) -> tuple[Stream, Routing | None]:
+        def run(rows: Rows, stream: Stream, xs: tuple) -> tuple[Stream, Routing | None]:
             params, adapter, number, replayed = xs
             functions = kind(layer.mixer)
             mix = lambda inside, x: functions.forward(layer.mixer, arch, inside, x, rows)  # noqa: E731
             weights = Weights(params, adapter, scale)
-            stream, _, routing = block(arch, layer, weights, stream, number, mix, rows.segment_ids > 0, replayed)
-            return stream, routing
+            valid = rows.segment_ids > 0
+            stream, _, routing = block(arch, layer, weights, stream, number, mix, valid, replayed, placement)
+            return stream if placement is None else residual.placed(placement, stream), routing
 
         # Outside a loop the compiler would merge what is recomputed with what was computed.
         return recomputed(run, remat, prevent_cse=not scanned)
 
     layers = [one(slot.layer) for slot in group]
 
-    def step(stream: Stream, xs: tuple) -> tuple[Stream, tuple]:
+    def step(rows: Rows, stream: Stream, xs: tuple) -> tuple[Stream, tuple]:
         routings = []
         for run, inputs in zip(layers, xs, strict=True):
-            stream, routing = run(stream, inputs)
+            stream, routing = run(rows, stream, inputs)
             routings.append(routing)
         return stream, tuple(routings)
 
     return step
+
+
+def _piped(
+    placement: Placement, step: Callable, rows: Rows, stream: Stream, xs: PyTree[Array], repeats: int
+) -> tuple[Stream, Any]:
+    """`_repeat` by the stages of a pipeline, the rows cut into micro-batches."""
+    parts = placement.micro_batches
+    *weights, replayed = zip(*xs, strict=True)
+    if any(choices is not None for choices in replayed):
+        raise ValueError("replayed expert choices in a pipeline are not supported: set PP to 1 or record no routes")
+    bare = tuple((*own, None) for own in zip(*weights, strict=True))
+    cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
+    carry, made = pipeline.run(placement, step, cut, residual.split(stream, parts), bare, repeats)
+    return residual.joined(carry), tuple(routing and moe.joined(routing) for routing in made)
 
 
 def _repeat(step: Callable, stream: Stream, xs: PyTree[Array], repeats: int, unrolled: bool) -> tuple[Stream, Any]:
@@ -260,14 +297,16 @@ def hidden_states(
     positions: Int[Array, "rows t"],
     segment_ids: Int[Array, "rows t"],
 ) -> list[Float[Array, "rows t d"]]:
-    """The residual stream before the first layer and after each, the last one after the final norm. For checks: layers
-    are run one by one."""
+    """The residual stream before the first layer and after each, the last one after the final norm; with snapshots of
+    the stream, what has been added up since the last one, all along. For checks: layers are run one by one."""
     rows, stream = packed_rows(arch, positions, segment_ids), residual.start(arch, params["embed"][tokens])
     states = [residual.plain(stream)]
     for number, (layer, tree) in enumerate(zip(arch.layers, layer_trees(arch, params["layers"]), strict=True)):
         mix = lambda w, x, m=layer.mixer: kind(m).forward(m, arch, w, x, rows)  # noqa: E731
         stream, _, _ = block(arch, layer, Weights(tree, {}, 1.0), stream, number, mix, segment_ids > 0)
         states.append(residual.plain(stream))
+    if arch.residual_block is not None:
+        return states
     hidden = residual.finish(arch, params, stream)
     return [*states[:-1], normalise(arch.norm, hidden, params["final_norm"], arch.rms_norm_eps)]
 

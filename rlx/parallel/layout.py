@@ -104,6 +104,7 @@ class Divisible:
 
     Attributes:
       kv_heads: key-value heads; fewer than TP are held whole by every device of the axis.
+      recurrent_heads: of linear attention, held whole where TP does not divide them.
       periods: repeats of the layer pattern that stages are made of; those that are missing for whole stages are padded.
     """
 
@@ -121,7 +122,7 @@ class Divisible:
 def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
     """Why a model and a batch of these sizes cannot be laid out so, None if they can."""
     split_over_tp = (("attention heads", sizes.heads), ("MLP width", sizes.mlp), ("vocabulary", sizes.vocab))
-    for name, size in (*split_over_tp, ("linear-attention heads", sizes.recurrent_heads)):
+    for name, size in split_over_tp:
         if size % layout.tp:
             return f"TP{layout.tp} does not divide {name}, {size}"
     if sizes.kv_heads % layout.tp and layout.tp % sizes.kv_heads:

@@ -59,7 +59,6 @@ def test_experts_are_spread_over_a_view_of_the_mesh(text, axes):
         ("TP3", DENSE, "TP3 does not divide attention heads, 8"),
         ("TP8 DP2", dataclasses.replace(DENSE, kv_heads=3), "TP8 and the 3 key-value heads"),
         ("TP4", dataclasses.replace(DENSE, vocab=386), "vocabulary, 386"),
-        ("TP4", dataclasses.replace(DENSE, recurrent_heads=6), "linear-attention heads, 6"),
         ("TP2 EP2", DENSE, "without experts"),
         ("TP2 CP2 DP4 EP16", dataclasses.replace(MOE, experts=24), "EP16 does not divide the 24 experts"),
         ("PP7", DENSE, "PP7 for 6 repeats"),

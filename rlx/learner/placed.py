@@ -1,0 +1,64 @@
+"""An update's micro-batch on a mesh: rows over dp and stages, tokens over cp, the vocabulary over tp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+from rlx_kernels.logprob import Precision, TokenStats, token_stats
+
+from rlx.parallel.context import places, zigzag
+from rlx.parallel.layout import AXES
+from rlx.parallel.mesh import Placement
+
+# Tokens of the head are cut over all that is not the vocabulary's; each stage of a pipeline takes a share.
+TOKENS = tuple(axis for axis in AXES if axis != "tp")
+
+
+def in_zigzag(
+    placement: Placement, by_token: dict[str, Array | None], source: Int[Array, "rows n"]
+) -> tuple[dict[str, Array | None], Int[Array, "rows n"]]:
+    """([rows, t, ...] arrays with their tokens in zig-zag order, `source` pointing to where they lie)."""
+    length = next(x.shape[1] for x in by_token.values() if x is not None)
+    order = zigzag(length, placement.layout.cp)
+    return {name: None if x is None else x[:, order] for name, x in by_token.items()}, jnp.asarray(places(order))[source]
+
+
+def sharded_token_stats(
+    placement: Placement,
+    hidden: Float[Array, "tokens d"],
+    head: Float[Array, "vocab d"],
+    targets: Int[Array, " tokens"],
+    candidates: Int[Array, "tokens k"] | None,
+    *,
+    temperature: float,
+    precision: Precision | None,
+    implementation: str | None,
+) -> TokenStats:
+    """`rlx_kernels.logprob.token_stats` of tokens over all devices, the vocabulary over tp."""
+    layout = placement.layout
+    padding = -len(hidden) % (layout.devices // layout.tp)
+    padded = [None if x is None else jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in (hidden, targets)]
+    ids = None if candidates is None else jnp.pad(candidates, ((0, padding), (0, 0)))
+    tokens = PartitionSpec(TOKENS)
+
+    def local(hidden: Array, head: Array, targets: Array, candidates: Array | None) -> TokenStats:
+        return token_stats(
+            hidden,
+            head,
+            targets,
+            candidates,
+            temperature=temperature,
+            vocab_axis="tp",
+            precision=precision,
+            implementation=implementation,
+        )
+
+    stats = jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=(tokens, PartitionSpec("tp"), tokens, tokens),
+        out_specs=tokens,
+    )(padded[0], head, padded[1], ids)
+    return jax.tree.map(lambda x: x[: len(hidden)], stats)

@@ -1,0 +1,67 @@
+"""A model on a mesh: the sizes that a layout must divide, and where each of its parameters lies."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from rlx.models.description import (
+    Architecture,
+    Attention,
+    DeltaNet,
+    Experts,
+    KimiDelta,
+    LatentAttention,
+    Params,
+    ParamSpec,
+)
+from rlx.models.kinds import recurrent
+from rlx.parallel.layout import Divisible, Layout
+from rlx.parallel.mesh import Placement
+from rlx.parallel.rules import partition
+
+
+def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0) -> Divisible:
+    """What a layout must divide. Sizes that differ between layers are their greatest common divisor.
+
+    row_tokens, rows: of a micro-batch, 0 = not known.
+    """
+    mixers, feeds = [layer.mixer for layer in arch.layers], [layer.mlp for layer in arch.layers]
+    attending = [m for m in mixers if isinstance(m, Attention | LatentAttention)]
+    experts = [feed.count for feed in feeds if isinstance(feed, Experts)]
+    dense = [feed.shared_width if isinstance(feed, Experts) else feed.width for feed in feeds]
+    deltas = [n for m in mixers if isinstance(m, DeltaNet) for n in (m.key_heads, m.value_heads)]
+    deltas += [m.heads for m in mixers if isinstance(m, KimiDelta)]
+    kv_heads = [m.kv_heads for m in attending if isinstance(m, Attention)]
+    return Divisible(
+        heads=math.gcd(*(m.heads for m in attending)),
+        kv_heads=math.gcd(*kv_heads) if kv_heads else math.gcd(*(m.heads for m in attending)),
+        mlp=math.gcd(*dense),
+        vocab=arch.vocab_size,
+        periods=max(group.repeats for group in arch.groups),
+        experts=math.gcd(*experts) if experts else 0,
+        recurrent_heads=math.gcd(*deltas) if deltas else 0,
+        row_tokens=row_tokens,
+        rows=rows,
+    )
+
+
+def partitions(specs: Params, arch: Architecture, layout: Layout) -> PyTree[PartitionSpec]:
+    """Where each parameter, or each factor of an adapter, of these specs lies."""
+    sizes = sizes_of(arch)
+    cut = lambda spec: partition(spec.shape, spec.axes, layout, sizes)  # noqa: E731
+    return jax.tree.map(cut, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+def place(tree: PyTree[Array], specs: Params, arch: Architecture, placement: Placement) -> PyTree[Array]:
+    """Parameters, or an adapter, onto the mesh."""
+    parts = partitions(specs, arch, placement.layout)
+    return jax.tree.map(lambda x, part: jax.device_put(x, NamedSharding(placement.mesh, part)), tree, parts)
+
+
+def keeps_order(arch: Architecture) -> bool:
+    """Must a row's tokens lie in their own order? Where layers carry a state from token to token."""
+    return any(recurrent(layer.mixer) for layer in arch.layers)

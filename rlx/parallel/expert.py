@@ -1,0 +1,143 @@
+"""Experts spread over devices: tokens go to their experts and come back, in blocks of a fixed size (all-to-all).
+
+Every device holds `experts / EP` experts whole, and a share of the tokens. It sorts what its tokens want by the device
+that has the expert, sends each device a block of `capacity` rows, computes what it was sent, and sends it back. A block
+that cannot hold all rows drops the last ones, which then get no expert's output; at the default capacity that cannot
+happen. Blocks of one size because exchanges of uneven ones are not there on every backend. Layout: GShard (arXiv
+2006.16668), without its capacity limit by default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from rlx.parallel.layout import AXES
+from rlx.parallel.mesh import Placement
+
+# (local experts' parameters, rows sorted by expert, rows of each local expert) -> rows
+Compute = Callable[[PyTree[Array], Array, Array], Array]
+
+
+class Sent(NamedTuple):
+    """Where each of a device's n · k wishes lies in what it sends."""
+
+    device: Array  # int32 [n k], EP where it is not sent
+    place: Array  # int32 [n k], in the block of that device
+
+
+def capacity(wishes: int, devices: int, tokens: int, top_k: int, local_experts: int, share: float) -> int:
+    """Rows of a block: `share` of what one device could at most want of another."""
+    most = tokens * min(top_k, local_experts) if devices > 1 else wishes
+    return max(1, math.ceil(most * share))
+
+
+def run(
+    placement: Placement,
+    compute: Compute,
+    parameters: PyTree[Array],
+    partitions: PyTree[PartitionSpec],
+    x: Float[Array, "n d"],
+    choices: Int[Array, "n k"],
+    gains: Float[Array, "n k"],
+    count: int,
+) -> tuple[Float[Array, "n d"], Int[Array, ""]]:
+    """(Σ_k gain · expert(x), wishes that were dropped) of tokens over all devices but those of other stages.
+
+    Args:
+      parameters: of all experts; those that lead with the experts are cut over `layout.expert_axes` (`partitions`).
+      choices: `count` where a token wants no expert.
+    """
+    tokens = tuple(axis for axis in AXES if axis != "pp")
+    over = placement.layout.dp * placement.layout.cp * placement.layout.tp
+    axes, devices = placement.layout.expert_axes, placement.layout.ep
+    padding = -len(x) % over
+    wanted = jnp.pad(choices, ((0, padding), (0, 0)), constant_values=count)
+    local = partial(_local, compute, axes, devices, count, placement.expert_capacity)
+    cut = PartitionSpec(tokens)
+    over_devices = partial(jax.shard_map, mesh=None if placement.inside else placement.mesh, axis_names=set(tokens))
+
+    def forward(parameters: PyTree[Array], x: Array, gains: Array, choices: Array) -> tuple[Array, Array]:
+        specs = (partitions, cut, cut, cut)
+        given = _together(parameters, x, gains, choices)
+        return over_devices(local, in_specs=specs, out_specs=(cut, PartitionSpec()))(*given)
+
+    def backward(kept: tuple, cotangents: tuple[Array, Array]) -> tuple[PyTree[Array], Array, Array, None]:
+        def pulled(parameters: PyTree[Array], x: Array, gains: Array, choices: Array, d_y: Array) -> tuple:
+            _, pull = jax.vjp(lambda *given: local(*given, choices)[0], parameters, x, gains)
+            return pull(d_y)
+
+        specs = (partitions, cut, cut, cut, cut)
+        given = _together(*kept, cotangents[0])
+        return *over_devices(pulled, in_specs=specs, out_specs=(partitions, cut, cut))(*given), None
+
+    # Its own backward pass, which computes the experts again: inside of a pipeline jax cannot lower the one that it
+    # derives from a `shard_map` in a `shard_map`.
+    exchanged = jax.custom_vjp(forward)
+    exchanged.defvjp(lambda *given: (forward(*given), given), backward)
+    pad = lambda a: jnp.pad(a, ((0, padding), (0, 0)))  # noqa: E731
+    y, dropped = exchanged(parameters, pad(x), pad(gains), wanted)
+    return y[: len(x)], dropped
+
+
+def _together(*given: Any) -> tuple:
+    """All of it or none: differentiating a loop, jax takes out what does not depend on the loop, and where that is a
+    part of a `shard_map` it does so along all axes of the mesh, a pipeline's own too, which cannot be lowered."""
+    return jax.lax.optimization_barrier(given)
+
+
+def _local(
+    compute: Compute,
+    axes: tuple[str, ...],
+    devices: int,
+    count: int,
+    share: float,
+    parameters: PyTree[Array],
+    x: Array,
+    gains: Array,
+    choices: Array,
+) -> tuple[Array, Array]:
+    """One device's part: [n, d] of its own tokens."""
+    n, top_k = choices.shape
+    mine = count // devices  # experts
+    block = capacity(n * top_k, devices, n, top_k, mine, share)
+    wishes = choices.reshape(-1)
+    sent = _places(jnp.where(wishes < count, wishes // mine, devices), devices, block)
+    rows = jnp.zeros((devices, block, x.shape[1]), x.dtype)
+    rows = rows.at[sent.device, sent.place].set(x[jnp.arange(n * top_k) // top_k], mode="drop")
+    expert = jnp.full((devices, block), mine, jnp.int32).at[sent.device, sent.place].set(wishes % mine, mode="drop")
+    got, wanted = _exchange(rows, axes), _exchange(expert, axes)
+    made = _by_expert(compute, parameters, got.reshape(-1, x.shape[1]), wanted.reshape(-1), mine)
+    back = _exchange(made.reshape(rows.shape), axes)
+    taken = back.at[sent.device, sent.place].get(mode="fill", fill_value=0).reshape(n, top_k, -1)
+    y = (taken * gains[..., None].astype(taken.dtype)).sum(axis=1)
+    dropped = ((wishes < count) & (sent.device == devices)).sum()
+    return y, jax.lax.psum(dropped, tuple(axis for axis in AXES if axis != "pp"))
+
+
+def _places(device: Int[Array, " m"], devices: int, block: int) -> Sent:
+    """Wishes in their order, each at the next place of its device's block."""
+    ahead = jnp.cumsum(jax.nn.one_hot(device, devices, dtype=jnp.int32), axis=0)
+    place = jnp.take_along_axis(ahead, jnp.minimum(device, devices - 1)[:, None], axis=1)[:, 0] - 1
+    fits = (device < devices) & (place < block)
+    return Sent(jnp.where(fits, device, devices), jnp.where(fits, place, block))
+
+
+def _exchange(x: Array, axes: tuple[str, ...]) -> Array:
+    """Block i of every device to device i; what comes back leads with the senders. Every collective of `ragged` sizes
+    would be here."""
+    return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
+
+
+def _by_expert(compute: Compute, parameters: PyTree[Array], x: Array, expert: Array, count: int) -> Array:
+    """`compute` over rows sorted by expert, in the order they came; what wants none gives 0."""
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.zeros(count, jnp.int32).at[expert].add(1, mode="drop")
+    return compute(parameters, x[order], sizes)[jnp.argsort(order)]

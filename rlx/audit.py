@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import Tokenizer
 
 from rlx import assemble, cli
 from rlx.audit_engine import EngineAudit, audit_engine
@@ -117,9 +118,11 @@ def _on_device(params: Any) -> Any:
 def texts_of(file: Path | None, directory: Path, longest: int) -> list[np.ndarray]:
     """Token ids of the file's lines, or of a few built-in ones."""
     lines = TEXTS if file is None else [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    source = base_of(directory) if (directory / peft.CONFIG_FILE).is_file() else directory
-    tokenizer = load_chat_tokenizer(str(source), "", "").tokenizer
-    encoded = [np.array(tokenizer.encode(line, add_special_tokens=False), np.int32)[:longest] for line in lines]
+    file_of_ids = _model_of(directory) / "tokenizer.json"
+    if not file_of_ids.is_file():
+        raise ValueError(f"{file_of_ids} does not exist: texts are encoded with it; put the model's there")
+    tokenizer = Tokenizer.from_file(str(file_of_ids))
+    encoded = [np.array(tokenizer.encode(line, add_special_tokens=False).ids, np.int32)[:longest] for line in lines]
     enough = [ids for ids in encoded if len(ids) > 1]
     if not enough:
         raise ValueError("no text has two tokens")
@@ -155,13 +158,11 @@ def ask_samples(arguments: argparse.Namespace) -> Attribution:
     """Raises ValueError or OSError where the weights that wrote the samples are not known."""
     file: Path = arguments.samples
     samples = list(read_drawn(file))
-    beside = file.parent / "config.json"
-    config = parse(read_json(beside)) if beside.is_file() else None
+    run: Path = (arguments.run or file.parent).resolve()
+    config = parse(read_json(run / "config.json")) if (run / "config.json").is_file() else None
     if config is not None:
         # The run may have been moved since it was made.
-        where = dataclasses.replace(
-            config.run, directory=str(file.resolve().parents[1]), name=file.resolve().parent.name
-        )
+        where = dataclasses.replace(config.run, directory=str(run.parent), name=run.name)
         config = dataclasses.replace(config, run=where)
     temperature = arguments.temperature or (config.rollout.temperature if config is not None else 1.0)
     dtype = arguments.dtype if config is None else config.model.dtype
@@ -173,7 +174,9 @@ def ask_samples(arguments: argparse.Namespace) -> Attribution:
     elif config is not None:
         policies += run_policies(config)
     else:
-        raise ValueError(f"there is no run around {file}: give the weights that wrote the samples, --checkpoint DIR")
+        raise ValueError(
+            f"there is no run in {run}: give the one that wrote the samples, --run DIR or --checkpoint DIR"
+        )
     policies += [load_policy(path, dtype, -1 - i) for i, path in enumerate(arguments.stale)]
     tokenizer = _tokenizer(arguments.checkpoint, config)
     return audit_samples(samples, policies, temperature, tokenizer, arguments.tokens)
@@ -184,9 +187,16 @@ def _tokenizer(checkpoint: Path | None, config: Config | None) -> ChatTokenizer 
     if config is not None:
         return load_chat_tokenizer(config.model.path, config.tasks.system_prompt, config.tasks.suffix)
     assert checkpoint is not None
-    source = base_of(checkpoint) if (checkpoint / peft.CONFIG_FILE).is_file() else checkpoint
-    has_one = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return load_chat_tokenizer(str(source), "", "") if has_one else None
+    try:
+        return load_chat_tokenizer(str(_model_of(checkpoint)), "", "")
+    except ValueError as error:
+        print(f"rlx audit: prompts as other templates make them are not tried: {error}", file=sys.stderr)
+        return None
+
+
+def _model_of(directory: Path) -> Path:
+    """The directory itself, or an adapter's base model's."""
+    return base_of(directory) if (directory / peft.CONFIG_FILE).is_file() else directory
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -228,6 +238,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--engine", metavar="URL", help="a server: http://HOST:PORT")
     what.add_argument("--samples", type=Path, metavar="FILE", help="samples.jsonl of a run")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="the run that wrote the samples (default: around FILE)")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory or a PEFT adapter")
     parser.add_argument("--version", type=int, help="which version the checkpoint is (default: not compared)")
     parser.add_argument("--initial", type=Path, metavar="DIR", help="version 0 (default: an adapter's base model)")

@@ -118,6 +118,17 @@ async def audit_engine(
     )
 
 
+async def audit_fleet(
+    engines: Sequence[SglangEngine], published: Policy, initial: Policy | None, texts: Sequence[np.ndarray]
+) -> list[EngineAudit]:
+    """`audit_engine` of one after the other. Raises AuditFailed for the first that does not serve what it should."""
+    audits = []
+    for engine in engines:
+        audits.append(await audit_engine(engine, published, initial, texts))
+        check(audits[-1])
+    return audits
+
+
 async def audit_start(engine: SglangEngine, load: Callable[[], Awaitable[object]]) -> int:
     """Does every tensor arrive? Overwrites the weights of an idle engine with noise, loads, compares; how many tensors.
 

@@ -16,7 +16,7 @@ from rlx.metrics import truncation
 from rlx.metrics.attribution import Attribution, Probe, attribute
 from rlx.probing import HeadMode, Policy, Rows, rows
 
-TEMPERATURES = np.exp(np.linspace(np.log(0.2), np.log(4.0), 49))
+TEMPERATURES = np.geomspace(0.2, 4.0, 17)
 NEEDED = ("tokens", "logprobs", "versions")
 
 
@@ -174,14 +174,14 @@ def shifts(samples: Sequence[Drawn], trainer: np.ndarray) -> list[Probe]:
 
 
 def temperatures(base: Scored, sampler: np.ndarray, recorded: float) -> Iterator[Probe]:
-    """The temperature whose log-probs come nearest to the sampler's, by a grid and a finer one about its best."""
+    """The temperature that comes nearest to the sampler: by grids, each finer, about the best of the one before."""
     grid = TEMPERATURES
-    for _ in range(3):
+    for _ in range(5):
         tempered = Scored(base.policy, base.samples, recorded, grid=grid.tolist()).rows.tempered
         at = int(np.argmin(np.abs(sampler[:, None] - tempered).mean(0)))
         low, high = grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)]
         best, predicted = float(grid[at]), tempered[:, at]
-        grid = np.linspace(low, high, 17)
+        grid = np.linspace(low, high, len(grid))
     if abs(best / recorded - 1) > 1e-3:
         detail = f"against log-probs at temperature {best:.3f}, where {recorded:g} is recorded,"
         yield Probe("temperature", detail, predicted)

@@ -96,7 +96,8 @@ class SglangEngine:
                 raise
             said = f"request {request.id} was cancelled"
             raise EngineError(said, reason="cancelled", partial=partial) from cancelled
-        failed = next((e for s in samples if s.done() and (e := s.exception()) is not None), None)
+        ended = (s for s in samples if s.done() and not s.cancelled())
+        failed = next((e for s in ended if (e := s.exception()) is not None), None)
         if failed is None:
             return [sample.result() for sample in samples]
         partial = await self._abort(samples, rids)

@@ -21,7 +21,7 @@ from rlx.sync.lora import AdapterBridge, Probe, file_checksums
 from rlx.sync.manifest import StagingError
 from tests import tiny_model
 from tests.sglang.test_transports import TOLERANCE
-from tests.sglang.trainer import ARCH, TEXTS, logprobs, served_logprobs, with_servers
+from tests.sglang.trainer import ARCH, TEXTS, differences, logprobs, served_logprobs, with_servers
 
 pytestmark = pytest.mark.sglang
 
@@ -69,7 +69,7 @@ def test_two_servers_serve_each_version_under_its_name(two_servers, tmp_path, se
             found += [await difference(http, n, adapter(version)) for http, n in zip(https, names[-1], strict=True)]
         # Requests that began with the version before go on with it.
         found.append(await difference(https[0], names[2][0], adapter(3)))
-        base = max(float(np.abs(await served_logprobs(https[0], t) - logprobs(BASE, t)).max()) for t in TEXTS)
+        base = await differences(https[0], BASE)
         return found, base, names
 
     found, base, names = with_servers(two_servers, main)

@@ -119,6 +119,7 @@ def test_every_fault_is_caught(server, tmp_path, transport):
             table[name] = await caught(link, http, copy)
         tensors, old = faults.tensors_of(now), faults.tensors_of(before)
         for name, alter in faults.TRANSIT.items():
+            await link(http, before, 1)  # so that what is not sent is stale
             link.transport.instead = faults.altered(now, alter(tensors, old), tmp_path / "sent")
             table[name] = await caught(link, http, now)
         await link(http, now, 2)
@@ -128,7 +129,7 @@ def test_every_fault_is_caught(server, tmp_path, transport):
 
     table, difference = with_servers([server], main)
     wanted = dict.fromkeys([*faults.WEIGHTS, *faults.STAGED], "before") | dict.fromkeys(faults.TRANSIT, "audit")
-    assert table == wanted
+    assert {n: how for n, how in table.items() if how != wanted[n]} == {}
     assert len(table) >= 20
     assert difference < TOLERANCE
 
@@ -189,9 +190,10 @@ def test_versions_are_pruned_when_no_engine_has_them(two_servers, tmp_path):
         near, far = bridge.link(), bridge.link()
         left = []
         for version in (1, 2, 3):
-            await near(first, tiny_model.params(version), version)
+            params = tiny_model.params(version)
+            await near(first, params, version)
             if version != 2:
-                await far(second, tiny_model.params(version), version)
+                await far(second, params, version)
             left.append(sorted(path.name for path in (tmp_path / "staged").iterdir()))
         await bridge.close()
         return left

@@ -113,12 +113,13 @@ def common_norms(ours: Mapping[str, float], theirs: Mapping[str, float | None]) 
 
     Raises ValueError where one side has a parameter that the other does not know.
     """
+    found: Mapping[str, float | None] = ours
     if ours.keys() != theirs.keys():
-        ours, theirs = _joined(ours), _joined(theirs)
-    known = {name for name, norm in theirs.items() if norm is not None}
-    if odd := sorted((known - ours.keys()) | (ours.keys() - theirs.keys())):
+        found, theirs = _joined(ours), _joined(theirs)
+    known = {name: norm for name, norm in theirs.items() if norm is not None}
+    if odd := sorted((known.keys() - found.keys()) | (found.keys() - theirs.keys())):
         raise ValueError(f"the model and the reference's gradient norms differ in their parameters: {odd[:6]}")
-    return {name: (ours[name], float(theirs[name] or 0)) for name in theirs if name in known}
+    return {name: (found[name] or 0.0, norm) for name, norm in known.items()}
 
 
 def _joined(norms: Mapping[str, float | None]) -> dict[str, float | None]:

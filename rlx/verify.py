@@ -56,7 +56,7 @@ def verify(directory: Path, reference: Reference) -> list[Difference]:
     with jax.default_matmul_precision("highest"):
         differences = _compare_outputs(arch, params, reference)
         if reference.hidden_states is not None:
-            differences += _compare_hidden(arch, params, reference)
+            differences += _compare_hidden(arch, params, reference.input_ids, reference.hidden_states)
         differences += _compare_gradients(arch, params, reference)
     return differences
 
@@ -111,14 +111,13 @@ def _by_expert(choices: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np
     return np.take_along_axis(choices, order, axis=1), np.take_along_axis(weights, order, axis=1)
 
 
-def _compare_hidden(arch: Architecture, params: Params, reference: Reference) -> list[Difference]:
-    tokens = jnp.asarray(reference.input_ids)
-    states = _hidden_states(arch, params, tokens)
-    if len(states) != len(reference.hidden_states):
-        raise ValueError(f"the reference has {len(reference.hidden_states)} hidden states, the model {len(states)}")
+def _compare_hidden(arch: Architecture, params: Params, input_ids: np.ndarray, stored: np.ndarray) -> list[Difference]:
+    states = _hidden_states(arch, params, jnp.asarray(input_ids))
+    if len(states) != len(stored):
+        raise ValueError(f"the reference has {len(stored)} hidden states, the model {len(states)}")
     allowed = HIDDEN_TOLERANCE if arch.residual_block is None else BANK_HIDDEN_TOLERANCE
     differences = []
-    for i, (found, wanted) in enumerate(zip(states, reference.hidden_states, strict=True)):
+    for i, (found, wanted) in enumerate(zip(states, stored, strict=True)):
         error = _max_error(found, wanted) / max(1.0, float(np.abs(wanted).max()))
         differences.append(Difference(f"hidden states, {i}", error, allowed))
     return differences

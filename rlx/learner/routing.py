@@ -5,6 +5,7 @@ Both losses are off (coefficient 0) in RL recipes: they would move a policy that
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ def with_routing(
         "train/moe/balance_loss": (stopped(balance) * share, share),
         "train/moe/z_loss": (stopped(z) * share, share),
     }
-    metrics = metrics.replace(means=metrics.means | means, counts=metrics.counts | {LOAD: stopped(routing.load)})
+    counts = metrics.counts | {LOAD: stopped(routing.load)}
+    metrics = dataclasses.replace(metrics, means=metrics.means | means, counts=counts)
     return loss + share * (losses.balance * balance + losses.z * z), metrics
 
 

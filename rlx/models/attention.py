@@ -57,8 +57,9 @@ def step(
 ) -> tuple[Float[Array, "rows 1 d"], LayerCache]:
     """One token a row over what the cache holds before it."""
     query, key, value, gate = _projected(mixer, arch, weights, x, token.tables)
+    keys, values = held.growing
     mixed, keys, values = cache.attend(
-        query[:, 0], key[:, 0], value[:, 0], *held.growing, token.positions, window=mixer.window
+        query[:, 0], key[:, 0], value[:, 0], keys, values, token.positions, window=mixer.window
     )
     return _output(weights, mixed[:, None], gate), LayerCache((keys, values), ())
 

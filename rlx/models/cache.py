@@ -9,7 +9,7 @@ a layer, against 5 ms for [rows, s, kv_heads, d], which is transposed first).
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ Stretches = tuple[Array, ...]  # in the order of the positions
 class LayerCache(NamedTuple):
     """What a mixer keeps of the tokens before the next one, of every row."""
 
-    growing: tuple[Stretches, ...] | tuple[Array, ...]  # entries for every position; of prefilled rows, in one array
+    growing: tuple[Any, ...]  # entries for every position: Stretches each; of prefilled rows, one array each
     state: tuple[Array, ...]  # of one size however long the row; as after all tokens but the row's last
 
     def first(self, stretches: int) -> LayerCache:

@@ -77,8 +77,8 @@ def describe_olmoe(config: Config) -> Description:
     )
     mixer = _attention(config, norm="width", derived_head_dim=True)
     router = Router("softmax", normalise=bool(required(config, "norm_topk_prob")))
-    sizes = (integer(config, key) for key in ("num_experts", "num_experts_per_tok", "intermediate_size"))
-    experts = Experts(*sizes, router)
+    count, top_k = integer(config, "num_experts"), integer(config, "num_experts_per_tok")
+    experts = Experts(count, top_k, integer(config, "intermediate_size"), router)
     return Description(tuple(Layer(mixer, experts) for _ in _all_attending(config)))
 
 

@@ -73,7 +73,7 @@ def to_hf(arch: Architecture, params: Params) -> Iterator[tuple[str, Any]]:
     """(name, array) of every tensor, in the array library of `params`: numpy leaves give views, jax leaves slices."""
     flat = traverse_util.flatten_dict(params, sep="/")
     for name, tensor in hf_tensors(arch).items():
-        array = flat[tensor.path][tensor.index]
+        array = flat[tensor.path][tensor.part]
         yield name, (array.swapaxes(-1, -2) if tensor.transposed else array).reshape(tensor.shape)
 
 
@@ -96,7 +96,7 @@ def load_params(directory: Path | str, arch: Architecture, dtype: jnp.dtype | st
         _check_names(directory, arch, mxfp4.plain_names(where), set(expected))
         for name, tensor in expected.items():
             array = (_read if name in where else _read_packed)(where, name, tensor.shape).astype(dtype, copy=False)
-            target = leaves[tensor.path][tensor.index]
+            target = leaves[tensor.path][tensor.part]
             target[...] = array.swapaxes(-1, -2) if tensor.transposed else array.reshape(target.shape)
         if arch.tied and arch.names.head in where:
             _check_tied(directory, arch, where)

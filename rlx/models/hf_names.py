@@ -22,7 +22,7 @@ class HfTensor(NamedTuple):
     """Where one tensor of the checkpoint lives in the parameter tree."""
 
     path: str  # of the leaf, joined by "/"
-    index: tuple[Any, ...]  # of the part of the leaf
+    part: tuple[Any, ...]  # of the leaf: an index of it
     transposed: bool  # the last two axes are stored the other way round
     shape: tuple[int, ...]  # as stored
 
@@ -39,8 +39,8 @@ def hf_tensors(arch: Architecture) -> dict[str, HfTensor]:
     for number in range(arch.num_layers):
         slot, i = by_number[number]
         for name, tensor in stored[slot.name]:
-            path, index = f"layers/{slot.name}/{tensor.path}", (i, *tensor.index)
-            tensors[f"{arch.names.model}layers.{number}.{name}"] = tensor._replace(path=path, index=index)
+            path, part = f"layers/{slot.name}/{tensor.path}", (i, *tensor.part)
+            tensors[f"{arch.names.model}layers.{number}.{name}"] = tensor._replace(path=path, part=part)
     return tensors
 
 
@@ -117,16 +117,14 @@ def _stored_shape(layer: Layer, path: str, shape: tuple[int, ...]) -> tuple[int,
     return _row(path, shape)
 
 
-def _convolutions(
-    arch: Architecture, layer: Layer, path: str, spec: ParamSpec
-) -> Iterator[tuple[str, HfTensor]]:
+def _convolutions(arch: Architecture, layer: Layer, path: str, spec: ParamSpec) -> Iterator[tuple[str, HfTensor]]:
     """One over queries, keys and values, or three, which lie one after the other in the leaf."""
     module, (channels, width), mixer = module_of(arch, layer, "mixer"), spec.shape, layer.mixer
     if isinstance(mixer, DeltaNet) and mixer.form != "apart":
         yield f"{module}.conv1d.weight", HfTensor(path, (), False, (channels, 1, width))
         return
-    even = isinstance(mixer, KimiDelta) or arch.names.even_convolutions
-    keys = channels // 3 if even else mixer.key_heads * mixer.key_dim
+    apart = isinstance(mixer, DeltaNet) and not arch.names.even_convolutions
+    keys = mixer.key_heads * mixer.key_dim if apart and isinstance(mixer, DeltaNet) else channels // 3
     for name, start, end in (("q", 0, keys), ("k", keys, 2 * keys), ("v", 2 * keys, channels)):
         stored = (end - start, 1, width)
         yield f"{module}.{name}_conv1d.weight", HfTensor(path, (slice(start, end),), False, stored)

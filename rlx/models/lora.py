@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,8 @@ def _entries(params: Params, adapter: Params, path: Path = ()) -> Iterator[tuple
             yield from _entries(found, node, (*path, name))
 
 
-def _at(tree: Params, path: Path) -> Array:
+def _at(tree: Params, path: Path) -> Any:
+    """An array, or a subtree."""
     for name in path:
         tree = tree[name]
     return tree

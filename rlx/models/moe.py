@@ -83,8 +83,17 @@ def forward(
     if experts.shared_width:
         shared = mlp.forward(Mlp(experts.shared_width, experts.situ), weights.sub("shared"), flat)
         y = y + (shared * jax.nn.sigmoid(project(weights, "shared_gate", flat)) if experts.shared_gated else shared)
-    by_token = (out.reshape(*x.shape[:2], *out.shape[1:]) for out in (choices, gains, margin))
-    return y.reshape(x.shape), Routing(*by_token, *statistics(experts, logits, scores, choices, seen), dropped)
+    by_token = lambda out: out.reshape(*x.shape[:2], *out.shape[1:])  # noqa: E731
+    load, balance, z = statistics(experts, logits, scores, choices, seen)
+    return y.reshape(x.shape), Routing(
+        choices=by_token(choices),
+        weights=by_token(gains),
+        margin=by_token(margin),
+        load=load,
+        balance=balance,
+        z=z,
+        dropped=dropped,
+    )
 
 
 def route_scores(router: Router, logits: Float[Array, "t experts"]) -> Float[Array, "t experts"]:
@@ -187,9 +196,16 @@ def _exchanged(
 
 def joined(routing: Routing) -> Routing:
     """Of micro-batches, [layers, micro-batches, ...], as of their rows together; the losses are means."""
-    rows = [x.reshape(len(x), -1, *x.shape[3:]) for x in (routing.choices, routing.weights, routing.margin)]
-    balance, z = routing.balance.mean(axis=1), routing.z.mean(axis=1)
-    return Routing(*rows, routing.load.sum(axis=1), balance, z, routing.dropped.sum(axis=1))
+    rows = lambda x: x.reshape(len(x), -1, *x.shape[3:])  # noqa: E731
+    return Routing(
+        choices=rows(routing.choices),
+        weights=rows(routing.weights),
+        margin=rows(routing.margin),
+        load=routing.load.sum(axis=1),
+        balance=routing.balance.mean(axis=1),
+        z=routing.z.mean(axis=1),
+        dropped=routing.dropped.sum(axis=1),
+    )
 
 
 def grouped(weights: Weights, name: str, x: Float[Array, "n i"], sizes: Int[Array, " experts"]) -> Float[Array, "n o"]:

@@ -45,7 +45,7 @@ class PeftTensor(NamedTuple):
     """Where one tensor of the file lives in the adapter's tree."""
 
     path: str  # of the leaf, joined by "/"
-    index: tuple[int, ...]  # of the layer, and the expert
+    part: tuple[int, ...]  # of the leaf: the layer, and the expert
     shape: tuple[int, ...]  # as stored
 
 
@@ -91,7 +91,7 @@ def to_peft(arch: Architecture, adapter: Params, config: LoraConfig) -> Iterator
     """(PEFT's name, array) of every tensor, in the array library of `adapter`: lora_A [r, in], lora_B [out, r]."""
     flat = traverse_util.flatten_dict(adapter, sep="/")
     for name, tensor in peft_tensors(arch, config).items():
-        yield name, flat[tensor.path][tensor.index].swapaxes(-1, -2).reshape(tensor.shape)
+        yield name, flat[tensor.path][tensor.part].swapaxes(-1, -2).reshape(tensor.shape)
 
 
 def adapter_config(arch: Architecture, config: LoraConfig, base_path: Path | str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def load_adapter(directory: Path | str, arch: Architecture) -> tuple[Params, Lor
     for name, tensor in expected.items():
         if tensors[name].shape != tensor.shape:
             raise ValueError(f"{name} has shape {tensors[name].shape}; the model and rank make them {tensor.shape}")
-        target = leaves[tensor.path][tensor.index]
+        target = leaves[tensor.path][tensor.part]
         target[...] = tensors[name].swapaxes(-1, -2).reshape(target.shape)
     return traverse_util.unflatten_dict(leaves, sep="/"), config
 

@@ -6,6 +6,8 @@ its snapshots that Kimi K3 mixes (`models.residual_bank`).
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -57,7 +59,7 @@ def placed(placement: Placement, stream: Stream) -> Stream:
     """Rows over dp and tokens over cp, whatever the layer before left."""
     if not isinstance(stream, Bank):
         return placement.rows(stream)
-    return stream.replace(stream=placement.rows(stream.stream))
+    return dataclasses.replace(stream, stream=placement.rows(stream.stream))
 
 
 def split(stream: Stream, parts: int) -> Stream:

@@ -7,6 +7,7 @@ so that a scan over layers and a pipeline's stages can carry it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -52,4 +53,4 @@ def snapshot(bank: Bank, layer: Int[Array, ""] | int, block: int) -> Bank:
 
 
 def added(bank: Bank, y: Float[Array, "rows t d"]) -> Bank:
-    return bank.replace(stream=bank.stream + y)
+    return dataclasses.replace(bank, stream=bank.stream + y)

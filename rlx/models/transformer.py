@@ -238,7 +238,7 @@ def unstacked(layers: PyTree[Array], count: int) -> list[PyTree[Array]]:
     """The trees of single layers. The gradient of the stack is put together once, where that of slices is a sum."""
     leaves, structure = jax.tree.flatten(layers)
     parts = [[x[0] for x in jax.lax.split(leaf, (1,) * count)] for leaf in leaves]
-    return [structure.unflatten(part[i] for part in parts) for i in range(count)]
+    return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(count)]
 
 
 def recomputed(step: Callable, remat: Remat, *, prevent_cse: bool) -> Callable:

@@ -147,13 +147,17 @@ def signal_group(pid: int, kind: signal.Signals) -> None:
         os.killpg(pid, kind)
 
 
-def group_exists(pid: int) -> bool:
-    """Is a process of the group left?"""
+def group_exists(group: int) -> bool:
+    """Is a process of the group left that runs?"""
+    return any(_runs_in(stat, group) for stat in Path("/proc").glob("[0-9]*/stat"))
+
+
+def _runs_in(stat: Path, group: int) -> bool:
     try:
-        os.killpg(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        fields = stat.read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it has just ended
+    return fields[0] != "Z" and int(fields[2]) == group
 
 
 def is_healthy(url: str, timeout_s: float = 5.0) -> bool:

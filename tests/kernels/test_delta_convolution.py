@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rlx_kernels.delta_rule import causal_convolution, causal_convolution_step
+from rlx_kernels.delta_rule import causal_convolution, causal_convolution_step, convolution
 
 IDS = np.array([[1, 1, 1, 2, 2, 4, 4, 4, 4, 0, 0], [0, 0, 3, 3, 0, 5, 5, 5, 5, 5, 5]], np.int32)
 
@@ -96,4 +96,4 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
     x, weight = make_case()
     given = {"x": jnp.asarray(x), "weight": weight, "segment_ids": jnp.asarray(IDS)} | changes
     with pytest.raises(ValueError, match=message):
-        causal_convolution(**given)
+        convolution.check_arguments(**{"initial_state": None} | given)

@@ -27,7 +27,7 @@ CHUNK = {"cpu": 32}  # tokens, a power of two; what follows from a chunk's size 
 ACCELERATOR_CHUNK = 64
 GROUP = {"cpu": 1}  # chunks at once: on a CPU as many as its caches hold, elsewhere what keeps the device busy
 ACCELERATOR_GROUP = 32
-SMALL = 4  # up to here a product of blocks is written as a sum: a call to a matrix product costs more
+SMALL = 4  # tokens of a block up to which a product is written as a sum: a call to a matrix product costs more
 
 
 def delta_rule(
@@ -122,13 +122,15 @@ def _across(state: jax.Array, work: _Work) -> tuple[jax.Array, jax.Array]:
 def _inverse(strict: Float[Array, "*batch c c"]) -> Float[Array, "*batch c c"]:
     """(I + strict)^-1 of a strictly lower triangle, by blocks: [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']].
 
-    Substitution by halves: its terms are as large as the inverse, where those of a series of powers grow far beyond.
+    Its terms are as large as the inverse, where those of a series of powers grow far beyond; blocks of 4 are small
+    enough for one: (I - A) (I + A²) with A⁴ = 0.
     """
-    size = strict.shape[-1]
-    inverse = jnp.ones((*strict.shape[:-2], size, 1, 1), strict.dtype)
+    size, one = strict.shape[-1], jnp.eye(SMALL, dtype=strict.dtype)
+    blocks = _blocks(strict, SMALL)
+    inverse = _product(one - blocks, one + _product(blocks, blocks))
     while (half := inverse.shape[-1]) < size:
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        inverse = lower_block(inverse, -_product(second, _product(_corners(strict, half), first)))
+        corner = _blocks(strict, 2 * half)[..., half:, :half]
+        inverse = lower_block(inverse, -_product(inverse[..., 1::2, :, :], _product(corner, inverse[..., 0::2, :, :])))
     return inverse[..., 0, :, :]
 
 
@@ -140,12 +142,12 @@ def _inverse_backward(inverse: jax.Array, d_inverse: jax.Array) -> tuple[jax.Arr
 _inverse.defvjp(lambda strict: (inverse := _inverse(strict), inverse), _inverse_backward)
 
 
-def _corners(matrix: jax.Array, half: int) -> jax.Array:
-    """[..., C, C] -> [..., C / 2 half, half, half]: the lower left quarter of each block of 2 half on the diagonal."""
-    *batch, size, _ = matrix.shape
-    count = size // (2 * half)
-    blocks = matrix.reshape(*batch, count, 2, half, count, 2, half)[..., 1, :, :, 0, :]
-    return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+def _blocks(matrix: jax.Array, size: int) -> jax.Array:
+    """[..., C, C] -> [..., C / size, size, size]: the blocks on the diagonal."""
+    *batch, whole, _ = matrix.shape
+    count = whole // size
+    tiles = matrix.reshape(*batch, count, size, count, size)
+    return jnp.stack([tiles[..., i, :, i, :] for i in range(count)], axis=-3)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

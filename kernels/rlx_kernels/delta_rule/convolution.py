@@ -26,13 +26,9 @@ def causal_convolution(
     Raises:
       ValueError: arguments that do not fit each other.
     """
-    rows, tokens, channels = _check(x, weight)
-    width = weight.shape[1]
-    if segment_ids.shape != (rows, tokens) or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids {segment_ids.dtype}{list(segment_ids.shape)} must be integers {[rows, tokens]}")
+    check_arguments(x, weight, segment_ids, initial_state)
+    (rows, tokens, channels), width = x.shape, weight.shape[1]
     before = jnp.zeros((rows, width - 1, channels), x.dtype) if initial_state is None else initial_state
-    if before.shape != (rows, width - 1, channels):
-        raise ValueError(f"initial_state {before.shape} must be {(rows, width - 1, channels)}: width - 1 inputs a row")
     x, weight, segment_ids, before = alike(x, weight, segment_ids, before.astype(x.dtype))
     run = runs(segment_ids)
     inputs = jnp.concatenate([before, jnp.where(run.valid[..., None], x, 0)], axis=1)
@@ -64,9 +60,14 @@ def _last(inputs: jax.Array, ordinal: jax.Array, valid: jax.Array, count: int) -
     return jnp.where(same[..., None], jnp.take_along_axis(inputs, index[..., None], axis=1), 0)
 
 
-def _check(x: jax.Array, weight: jax.Array) -> tuple[int, int, int]:
+def check_arguments(x, weight, segment_ids, initial_state):
     if x.ndim != 3 or weight.ndim != 2 or x.shape[2] != weight.shape[0] or 0 in (*x.shape, *weight.shape):
         raise ValueError(
             f"x {x.shape} and weight {weight.shape} must be [rows, T, C] and [C, width] of one C, none of them 0"
         )
-    return x.shape
+    (rows, tokens, channels), width = x.shape, weight.shape[1]
+    if segment_ids.shape != (rows, tokens) or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"segment_ids {segment_ids.dtype}{list(segment_ids.shape)} must be integers {[rows, tokens]}")
+    of_state = (rows, width - 1, channels)
+    if initial_state is not None and initial_state.shape != of_state:
+        raise ValueError(f"initial_state {initial_state.shape} must be {of_state}: width - 1 inputs a row")

@@ -33,20 +33,21 @@ def scalar_pairs(
     decay: Float[Array, "*batch c 1"],
 ) -> Decayed:
     """One decay for all channels: the products as they are, times e^{D_ij}."""
-    size = key.shape[-2]
-    bounded = jnp.maximum(decay, 1.15 * _log_smallest(decay))
-    start, end = (x[..., 0] for x in _block_sums(bounded))  # [..., blocks, BLOCK]
-    totals, count = start[..., -1], size // BLOCK
+    size, count = key.shape[-2], key.shape[-2] // BLOCK
+    blocks = _blocks(jnp.maximum(decay, 1.15 * _log_smallest(decay)))
+    sums = _block_sums(blocks)
+    start, end = sums.start[..., 0], sums.end[..., 0]  # [..., blocks, BLOCK]
     i, j, k = np.ogrid[:count, :count, :count]
-    between = dot("ijk,...k->...ij", jnp.asarray((j < k) & (k < i), totals.dtype), totals)
+    between = _summed("ijk,...k->...ij", (j < k) & (k < i), sums.totals[..., 0])
     across = start[..., :, :, None, None] + between[..., :, None, :, None] + end[..., None, None, :, :]
-    inside = start[..., :, :, None, None] - start[..., :, None, :][..., None, :]
+    i, j, k = np.ogrid[:BLOCK, :BLOCK, :BLOCK]
+    inside = _summed("ijk,...k->...ij", (j < k) & (k <= i), blocks[..., 0])[..., :, None, :]
     same = np.eye(count, dtype=bool)[:, None, :, None]
     exponent = jnp.where(same, inside, across).reshape(*key.shape[:-1], size)
     gains = jnp.exp(jnp.where(np.tri(size, dtype=bool), exponent, 0))  # above the diagonal they would overflow
     products = dot("...id,...jd->...ij", jnp.concatenate([key, query], axis=-2), key)
     of_keys, of_queries = products[..., :size, :] * gains, products[..., size:, :] * gains
-    return Decayed(*_chunk_sums(start[..., None], end[..., None]), of_keys, of_queries)
+    return Decayed(*_over(sums, count), of_keys, of_queries)
 
 
 def channel_pairs(
@@ -54,24 +55,29 @@ def channel_pairs(
 ) -> Decayed:
     """A decay for each channel. Rows are the keys and the queries of each block, so that a product has all of them."""
     *batch, size, width = key.shape
-    start, end = _block_sums(jnp.maximum(decay, _lowest(decay)))
-    keys = key.reshape(start.shape)
-    rows = jnp.stack([keys, query.reshape(start.shape)], axis=-3)  # [..., blocks, 2, BLOCK, d]
-    middle = start[..., BLOCK // 2 - 1 : BLOCK // 2, :]
+    count = size // BLOCK
+    blocks = _blocks(jnp.maximum(decay, _lowest(decay)))
+    sums, middle = _block_sums(blocks), BLOCK // 2 - 1
+    keys = key.reshape(blocks.shape)
+    rows = jnp.stack([keys, query.reshape(keys.shape)], axis=-3)  # [..., blocks, 2, BLOCK, d]
+    i, j = np.ogrid[:BLOCK, :BLOCK]
+    signs = 1 * ((middle < j) & (j <= i)) - 1 * ((i < j) & (j <= middle))
+    from_middle = _summed("ij,...jd->...id", signs, blocks)  # its own sums, not differences of those from the start
     flat = lambda x, n: x.reshape(*batch, n, -1, width)  # noqa: E731
-    near = flat(rows * jnp.exp(start - middle)[..., None, :, :], size // BLOCK)
-    inner = dot("...id,...jd->...ij", near, keys * jnp.exp(middle - start))
-    while (half := start.shape[-2]) < size:
-        starts, ends = _halves(start), _halves(end)
-        pairs = size // (2 * half)
-        later = rows.reshape(*batch, pairs, 2, half // BLOCK, 2, BLOCK, width)[..., 1, :, :, :, :]
-        into = jnp.exp(starts[..., 1, :, :]).reshape(*batch, pairs, half // BLOCK, 1, BLOCK, width)
-        earlier = keys.reshape(*batch, pairs, 2, half, width)[..., 0, :, :] * jnp.exp(ends[..., 0, :, :])
-        inner = lower_block(inner, dot("...id,...jd->...ij", flat(later * into, pairs), earlier))
-        start, end = _joined(starts, ends)
-    inner = inner.reshape(*batch, size // BLOCK, 2, BLOCK, size)
+    near = flat(rows * jnp.exp(from_middle)[..., None, :, :], count)
+    inner = dot("...id,...jd->...ij", near, keys * jnp.exp(-from_middle))
+    half = 1  # blocks
+    while half < count:
+        start, end = _over(sums, half)
+        halves = (*batch, count // (2 * half), 2, half, BLOCK, width)
+        into = jnp.exp(start.reshape(halves)[..., 1, :, :, :])
+        later = rows.reshape(*halves[:-2], 2, BLOCK, width)[..., 1, :, :, :, :] * into[..., None, :, :]
+        earlier = (keys.reshape(halves) * jnp.exp(end.reshape(halves)))[..., 0, :, :, :]
+        inner = lower_block(inner, dot("...id,...jd->...ij", *(flat(x, halves[-5]) for x in (later, earlier))))
+        half *= 2
+    inner = inner.reshape(*batch, count, 2, BLOCK, size)
     of_keys, of_queries = (inner[..., n, :, :].reshape(*batch, size, size) for n in range(2))
-    return Decayed(start[..., 0, :, :], end[..., 0, :, :], of_keys, of_queries)
+    return Decayed(*_over(sums, count), of_keys, of_queries)
 
 
 def lower_block(inner: jax.Array, crossing: jax.Array) -> jax.Array:
@@ -97,32 +103,37 @@ def _lowest(decay: jax.Array) -> float:
     return 0.92 * _log_smallest(decay) / (BLOCK / 2)
 
 
-def _block_sums(decay: Float[Array, "*batch c d"]) -> tuple[jax.Array, jax.Array]:
-    """[..., blocks, BLOCK, d]: of the decays from a block's start to each token, and from each token to its end."""
-    blocks = decay.reshape(*decay.shape[:-2], -1, BLOCK, decay.shape[-1])
-    parts = [blocks[..., i, :] for i in range(BLOCK)]
-    start, end = [parts[0]], [jnp.zeros_like(parts[0])]
-    for i in range(1, BLOCK):
-        start.append(start[-1] + parts[i])
-        end.append(end[-1] + parts[-i])
-    return jnp.stack(start, axis=-2), jnp.stack(end[::-1], axis=-2)
+class _Sums(NamedTuple):
+    """Of the log-decays in each block, [..., blocks, BLOCK, d]."""
+
+    start: jax.Array  # from the block's start to each token, its own included
+    end: jax.Array  # from each token to the block's end
+
+    @property
+    def totals(self) -> jax.Array:
+        return self.start[..., -1, :]
 
 
-def _chunk_sums(start: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., blocks, BLOCK, d] -> [..., C, d]: the same sums over whole chunks."""
-    while start.shape[-3] > 1:
-        start, end = _joined(_halves(start), _halves(end))
-    return start[..., 0, :, :], end[..., 0, :, :]
+def _blocks(decay: Float[Array, "*batch c d"]) -> jax.Array:
+    return decay.reshape(*decay.shape[:-2], -1, BLOCK, decay.shape[-1])
 
 
-def _halves(x: jax.Array) -> jax.Array:
-    """[..., blocks, size, d] -> [..., pairs of blocks, 2, size, d]"""
-    return x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
+def _block_sums(blocks: jax.Array) -> _Sums:
+    i, j = np.ogrid[:BLOCK, :BLOCK]
+    return _Sums(*(_summed("ij,...jd->...id", chosen, blocks) for chosen in (j <= i, j > i)))
 
 
-def _joined(starts: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of blocks of twice the size."""
-    totals = starts[..., -1:, :]
-    start = jnp.concatenate([starts[..., 0, :, :], starts[..., 1, :, :] + totals[..., 0, :, :]], axis=-2)
-    end = jnp.concatenate([ends[..., 0, :, :] + totals[..., 1, :, :], ends[..., 1, :, :]], axis=-2)
+def _over(sums: _Sums, blocks: int) -> tuple[jax.Array, jax.Array]:
+    """The same sums [..., C, d] from the start and to the end of every so many blocks."""
+    count = sums.start.shape[-3]
+    i, j = np.ogrid[:count, :count]
+    together = i // blocks == j // blocks
+    before, after = (_summed("ij,...jd->...id", together & far, sums.totals) for far in (j < i, j > i))
+    joined = (sums.start + before[..., None, :], sums.end + after[..., None, :])
+    start, end = (x.reshape(*x.shape[:-3], count * BLOCK, x.shape[-1]) for x in joined)
     return start, end
+
+
+def _summed(formula: str, chosen: np.ndarray, x: jax.Array) -> jax.Array:
+    """Sums of what is chosen (1, or -1), as a product."""
+    return dot(formula, jnp.asarray(chosen, x.dtype), x)

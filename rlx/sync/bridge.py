@@ -134,6 +134,7 @@ class Link:
         self.seconds: Seconds | None = None  # of the last delivery
         self.device = ""  # that the engine runs on, as it says
         self._unchecked = False
+        self._alone = asyncio.Lock()  # a server dies of two loads at once
         self._expected: Mapping[str, str] | None = None  # checksums of the version that is being delivered
 
     async def __call__(self, http: SglangHttp, weights: Any, version: int, /) -> None:
@@ -142,16 +143,17 @@ class Link:
             staged = await self.bridge.prepare(weights, version)
         except (StagingError, OSError) as error:
             raise EngineError(f"version {version} is not published: {error}", reason="staging") from error
-        self.loading = staged
-        try:
-            files = await self._needed(http, staged)
-            await self._check_files(staged, files)
-            await self._connect(http)
-            if self.bridge.check and await self._is_known(http):
-                self._expected = await self.bridge.expected(staged, self.device)
-            await self._load(http, staged, files)
-        finally:
-            self.loading = None
+        async with self._alone:
+            self.loading = staged
+            try:
+                files = await self._needed(http, staged)
+                await self._check_files(staged, files)
+                await self._connect(http)
+                if self.bridge.check and await self._is_known(http):
+                    self._expected = await self.bridge.expected(staged, self.device)
+                await self._load(http, staged, files)
+            finally:
+                self.loading = None
         await asyncio.to_thread(self.bridge.tidy)
 
     async def _is_known(self, http: SglangHttp) -> bool:

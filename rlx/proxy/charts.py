@@ -35,20 +35,30 @@ def comparison(runs: Sequence[RunData], axis: Axis = "updates") -> Report:
     )
 
 
+REWARD_SAID = {"no trend": "shows no trend", "too few points": "has too few updates for a trend"}
+VALIDATION_SAID = {"rises": "validation rises", "falls": "validation falls", "no evaluations": "no validation"}
+PEAK_SAID = {"yes": ", above the last one", "not decided": ", but not decidedly above the last one"}
+
+
 def sentence(reading: Reading) -> str:
     """What a person wants to know of a run, in one line."""
-    parts = [f"reproduces learning: {reading.reproduces_learning}"]
+    learns = {"yes": "learns", "no": "does not learn"}.get(reading.reproduces_learning, "learning is not decided")
+    parts = [learns]
     if reading.reward is not None:
+        direction = reading.reward.direction
         ends = f"{short(reading.reward.first)} to {short(reading.reward.last)}"
-        parts.append(f"training reward {reading.reward.direction} ({ends})")
+        parts.append(f"training reward {REWARD_SAID.get(direction, direction)} ({ends})")
     change = reading.validation_change
-    shown = f" by {change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]" if change else ""
-    parts.append(f"validation: {reading.validation}{shown}")
-    if reading.peak_update is not None:
-        parts.append(f"peak at update {reading.peak_update} (above the last one: {reading.peak_above_last})")
+    shown = f" {change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]" if change else ""
+    parts.append(VALIDATION_SAID.get(reading.validation, f"validation {reading.validation}") + shown)
+    if reading.peak_update is not None and reading.peak_above_last in PEAK_SAID:
+        parts.append(f"its peak was at update {reading.peak_update}{PEAK_SAID[reading.peak_above_last]}")
+    elif reading.peak_update is not None:
+        parts.append("its last evaluation is the best")
     grown = [name for name, direction in reading.growing.items() if direction == "rises"]
-    parts.append(f"still growing in its second half: {', '.join(grown) or 'neither KL nor age'}")
-    return f"{reading.run} ({reading.model}): " + "; ".join(parts)
+    if grown:
+        parts.append(f"still growing in the second half: {', '.join(grown)}")
+    return f"{reading.run} ({reading.model}) {'; '.join(parts)}"
 
 
 def said(pair: Matched) -> str:

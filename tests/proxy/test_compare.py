@@ -132,7 +132,7 @@ def test_sixty_runs_with_other_metrics_and_lengths_make_one_page(tmp_path):
 
 def test_one_run_is_a_report_too(tmp_path):
     report = comparison([read_rlx(made_runs.write(tmp_path, "one"))])
-    assert report.lines[0].startswith("one (small): reproduces learning: yes; training reward rises")
+    assert report.lines[0].startswith("one (small) learns; training reward rises (")
     assert "[+0." in report.lines[0], "a change of a sampled rate has its interval"
 
 

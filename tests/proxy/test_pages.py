@@ -53,7 +53,7 @@ def test_the_page_draws_every_metric_that_there_is_and_loads_nothing(two):
     assert lines.count() == 1
     assert page.locator(".chart").first.locator("path.line").count() == 2
     assert page.locator(".chart").first.locator("circle").count() == 5, "evaluations, each with its interval"
-    assert "a_target (large): reproduces learning: yes" in page.locator("ul.lines").inner_text()
+    assert "a_target (large) learns; training reward rises" in page.locator("ul.lines").inner_text()
     assert two.errors == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -33,7 +34,8 @@ class Parser:
 
     def __init__(self, processes: int, threshold: int):
         self._threshold = threshold
-        self._workers = [Worker(parse_or_explain, _ready) for _ in range(processes)]
+        # What is imported is no garbage: collections in the process need not look at it.
+        self._workers = [Worker(parse_or_explain, gc.freeze) for _ in range(processes)]
         self._free: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._free.put(worker)
@@ -68,7 +70,3 @@ class Parser:
             return f"the answer was not parsed: {error}", "parser"
         finally:
             self._free.put(worker)
-
-
-def _ready() -> None:
-    """Importing this file is all the warming up there is."""

@@ -105,6 +105,7 @@ def test_every_panel_is_of_metrics_that_exist(tmp_path):
     assert points_of(run, dropped)[-1].value == 20 // 5 + 20 // 2
 
 
+@pytest.mark.slow
 def test_sixty_runs_with_other_metrics_and_lengths_make_one_page(tmp_path):
     paths = [
         made_runs.write(

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx import assemble
@@ -15,6 +17,7 @@ from rlx.audit import texts_of
 from rlx.audit_engine import WORST, audit_engine, audit_start, check
 from rlx.config.schema import Config
 from rlx.metrics.attribution import TOLERANCE
+from rlx.models import hf
 from rlx.models.spec import Params
 from rlx.probing import Policy, logprobs
 from rlx.rollout.sglang import SglangEngine
@@ -99,7 +102,11 @@ async def audit(
     """Raises AuditFailed where an engine does not serve this state as `version`, or rather serves the base model."""
     policy = assemble.policy_params(config, model, trainable)
     known = Policy("published", model.arch, policy, version)
-    base = Policy("base", model.arch, model.params, 0)
+    # A run that trains every parameter keeps none beside them.
+    params = model.params or jax.tree.map(
+        jnp.asarray, hf.load_params(config.model.path, model.arch, config.model.dtype)
+    )
+    base = Policy("base", model.arch, params, 0)
     for engine in engines:
         check(await audit_engine(engine, known, base, audit_texts(config), adapter=publishes_adapter(config)))
 

@@ -32,7 +32,7 @@ from rlx.metrics.timers import Timers
 from rlx.parallel import runtime
 from rlx.recorder import Recorder
 from rlx.rollout.records import pack, unpack
-from rlx.serving import Serving, open_serving, started_servers
+from rlx.serving import Place, Serving, open_serving, started_servers
 from rlx.types import Task
 
 
@@ -110,6 +110,17 @@ class Run:
     def policy(self) -> Any:
         """What engines should be given now."""
         return bridges.published(self.config, self.model, self.state.trainable)
+
+    @property
+    def audit_is_due(self) -> bool:
+        every = self.config.audit.every
+        return bool(every) and self.version % every == 0
+
+    def audit(self) -> None:
+        """Raises AuditFailed where a server in service does not serve the version that was published last."""
+        self.preemption.finish(self.serving.publisher.settled())
+        engines = self.serving.served()
+        self.preemption.finish(bridges.audit(self.config, self.model, engines, self.state.trainable, self.version))
 
     @property
     def resumed(self) -> bool:
@@ -193,6 +204,31 @@ def refuse_to_overwrite(directory: RunDirectory) -> None:
         )
 
 
+class Beginning(NamedTuple):
+    """Where a run goes on from."""
+
+    state: LearnerState
+    progress: Progress
+    ledger: Ledger
+    flow: dict[str, Any] | None  # see Run
+    step: int  # of the checkpoint, -1 = none
+    records: Records
+
+
+def continued(
+    config: Config, path: Path, restored: Restored, model: assemble.Model, held_out: list[Task], stream: TaskStream
+) -> Beginning:
+    """What a restored checkpoint says; `stream` is set to it. Raises ConfigError where it is of another run."""
+    host, flow = with_later(path, restored)
+    assemble.check_belongs(config, model, held_out, host, str(path))
+    stream.set_state(host["stream"])
+    ledger = Ledger()
+    ledger.set_state(host["ledger"])
+    return Beginning(
+        restored.state, Progress(**host["progress"]), ledger, flow, restored.step, Records(*host["records"])
+    )
+
+
 @contextlib.contextmanager
 def open_training(config: Config) -> Iterator[Run]:
     """Build the parts in the order in which they can fail cheaply, and restore the newest checkpoint.
@@ -219,17 +255,13 @@ def open_training(config: Config) -> Iterator[Run]:
         state = assemble.fresh_state(config, model)
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
         stack.callback(checkpoints.close)
-        progress, ledger, restored, flow = Progress(), Ledger(), None, None
         if checkpoints.latest_step is None:
             refuse_to_overwrite(directory)
+            begin = Beginning(state, Progress(), Ledger(), None, -1, Records(0, 0))
         else:
             check_same(read_json(directory.config), config, RUN, str(directory.path))
-            restored = checkpoints.restore(state)
-            host, flow = with_later(directory.path, restored)
-            assemble.check_belongs(config, model, held_out, host, str(directory.path))
-            state, progress = restored.state, Progress(**host["progress"])
-            stream.set_state(host["stream"])
-            ledger.set_state(host["ledger"])
+            begin = continued(config, directory.path, checkpoints.restore(state), model, held_out, stream)
+        state = begin.state
 
         if not config.lora.rank:
             model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
@@ -243,21 +275,8 @@ def open_training(config: Config) -> Iterator[Run]:
         compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
         compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
         policy = bridges.published(config, model, state.trainable)
-        serving = open_serving(
-            config,
-            model,
-            policy,
-            int(state.version),
-            ledger,
-            group=group,
-            directory=directory.path,
-            preemption=preemption,
-        )
-        recorder = (
-            Recorder(config, directory, -1, Records(0, 0))
-            if restored is None
-            else Recorder(config, directory, restored.step, Records(*host["records"]))
-        )
+        place = Place(directory.path, group, preemption)
+        serving = open_serving(config, model, policy, int(state.version), begin.ledger, place)
         yield Run(
             config=config,
             directory=directory.path,
@@ -271,14 +290,14 @@ def open_training(config: Config) -> Iterator[Run]:
             serving=stack.enter_context(serving),
             graders=graders,
             checkpoints=checkpoints,
-            recorder=stack.enter_context(recorder),
+            recorder=stack.enter_context(Recorder(config, directory, begin.step, begin.records)),
             preemption=preemption,
             timers=Timers(config.metrics.skip_updates),
             compilations=runtime.CompilationCounter(),
             state=state,
-            progress=progress,
-            ledger=ledger,
+            progress=begin.progress,
+            ledger=begin.ledger,
             compiled=compiled,
-            flow=flow,
+            flow=begin.flow,
             started=started,
         )

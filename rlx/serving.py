@@ -109,6 +109,15 @@ def write_state(directory: Path, group: Group) -> None:
     engine_state.write(directory / "engines.json", group.servers, engine_state.process(os.getpid()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where engines run and what runs them. group: servers that were started here, None where there are none."""
+
+    directory: Path  # of the run
+    group: Group | None
+    preemption: Preemption
+
+
 @contextlib.contextmanager
 def open_serving(
     config: Config,
@@ -116,10 +125,7 @@ def open_serving(
     policy: Any,
     version: int,
     ledger: Ledger,
-    *,
-    group: Group | None,
-    directory: Path,
-    preemption: Preemption,
+    place: Place,
 ) -> Iterator[Serving]:
     """The engines of a run; they serve `policy` as `version`.
 
@@ -128,6 +134,7 @@ def open_serving(
       ConfigError: one that is there and cannot do what is asked.
       EngineError: one that cannot be reached, or does not take the weights.
     """
+    group, preemption = place.group, place.preemption
     if config.engine.kind == "local":
         serving = embedded(config, model, policy, version, ledger)
         try:
@@ -137,12 +144,12 @@ def open_serving(
         return
     if group is not None:
         servers.wait_ready(group.servers, config.inference.ready_timeout_s, preemption.check)
-    bridge = bridges.make_bridge(config, model, directory)
+    bridge = bridges.make_bridge(config, model, place.directory)
     urls = list(config.inference.addresses) if group is None else group.urls
     links = [bridge.link() for _ in urls]
     engines = [_engine(config, model, url, link, version) for url, link in zip(urls, links, strict=True)]
     try:
-        serving, keepers = preemption.finish(_serve(config, engines, bridge, policy, version, ledger, group, directory))
+        serving, keepers = preemption.finish(_serve(config, engines, bridge, policy, version, ledger, place))
         if config.audit.at_start:
             preemption.finish(bridges.audit_transport(engines, links, serving.fleet.weights, version))
     except BaseException:
@@ -168,8 +175,7 @@ async def _serve(
     policy: Any,
     version: int,
     ledger: Ledger,
-    group: Group | None,
-    directory: Path,
+    place: Place,
 ) -> tuple[Serving, list[asyncio.Task[None]]]:
     """Every server checked and given the weights; from here on they are watched."""
     for engine in engines:
@@ -192,8 +198,8 @@ async def _serve(
     keepers = [
         watch(fleet, m, _probe(config, e.http), config.inference.health_every_s) for m, e in zip(fleet.members, asked)
     ]
-    if group is not None:
-        written = partial(write_state, directory, group)
+    if (group := place.group) is not None:
+        written = partial(write_state, place.directory, group)
         ended = [partial(fleet.eject, member, "ended") for member in fleet.members]
         keepers += [group.keep(i, said, written) for i, said in enumerate(ended)]
     return serving, [asyncio.get_running_loop().create_task(keeper) for keeper in keepers]

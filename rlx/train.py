@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from rlx import assemble, bridges, cli
+from rlx import assemble, cli
 from rlx.algos.advantages import advantages
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
@@ -163,31 +163,27 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
     if applied:
         with run.timers("publish"):
             feed.publish(run.policy(), run.version)
-        every = run.config.audit.every
-        if every and run.version % every == 0:
-            audit_engines(run)
+        if run.audit_is_due:
+            with run.timers("audit"):
+                run.audit()
     limit = run.config.learner.max_grad_norm or np.inf
-    return sums.values() | load_values(run.model.arch, sums.counts) | {
-        "policy/loss": float(scalars["loss"]),
-        "optimizer/grad_norm": float(scalars["grad_norm"]),
-        "optimizer/grad_norm_clipped": float(min(scalars["grad_norm"], limit)),
-        "optimizer/update_norm": float(scalars["update_norm"]),
-        "optimizer/learning_rate": rate,
-    }
+    return (
+        sums.values()
+        | load_values(run.model.arch, sums.counts)
+        | {
+            "policy/loss": float(scalars["loss"]),
+            "optimizer/grad_norm": float(scalars["grad_norm"]),
+            "optimizer/grad_norm_clipped": float(min(scalars["grad_norm"], limit)),
+            "optimizer/update_norm": float(scalars["update_norm"]),
+            "optimizer/learning_rate": rate,
+        }
+    )
 
 
 def serve_cold_start(run: Run) -> None:
     """The engine serves what the cold start has made of version 0."""
     with run.timers("publish"):
         run.preemption.finish(run.serving.replace(run.policy()))
-
-
-def audit_engines(run: Run) -> None:
-    """Raises AuditFailed where a server does not serve the version that was published last."""
-    with run.timers("audit"):
-        run.preemption.finish(run.serving.publisher.settled())
-        engines = run.serving.served()
-        run.preemption.finish(bridges.audit(run.config, run.model, engines, run.state.trainable, run.version))
 
 
 def evaluation_is_due(run: Run) -> bool:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from rlx.config.schema import Config
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,35 +47,3 @@ class AuditConfig:
 
     at_start: bool
     every: int  # publications
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """What belongs together for one kind of machine."""
-
-    admission: int  # requests that an engine runs at once
-    http_admission: int  # sent to it and not yet answered
-    radix_cache: bool
-
-
-PROFILES = {
-    "generic": Profile(64, 128, radix_cache=False),
-    "colocated": Profile(64, 128, radix_cache=False),
-    "olmo_h100": Profile(512, 512, radix_cache=False),
-    "olmo35_b300": Profile(512, 512, radix_cache=True),
-}
-
-
-def profile(config: Config) -> Profile:
-    """What the engines of `config` really get: its profile, with the keys of `generic` that were changed."""
-    producer, inference = config.producer, config.inference
-    given = PROFILES[inference.profile]
-    admission = producer.engine_admission or given.admission
-    http = producer.http_admission or (given.http_admission if admission == given.admission else 2 * admission)
-    radix = given.radix_cache if inference.radix_cache == "auto" else inference.radix_cache == "on"
-    return Profile(admission, http, radix)
-
-
-def admission(config: Config) -> int:
-    """Requests that one engine of the run works on at once."""
-    return profile(config).admission if config.engine.kind == "sglang" else config.engine.slots

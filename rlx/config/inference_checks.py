@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlx.config.inference import PROFILES
+from rlx.config.profiles import PROFILES
 from rlx.config.schema import Config
 
 POSITIVE = ("ready_timeout_s", "health_every_s", "health_timeout_s", "tensor_parallel", "max_loras", "bucket_mib")

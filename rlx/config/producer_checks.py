@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlx.config.inference import admission
+from rlx.config.profiles import admission
 from rlx.config.schema import Config
 
 AT_LEAST_ONE = ("sessions_in_flight", "failure_limit")

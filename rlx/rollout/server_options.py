@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
-from rlx.config.inference import profile
+from rlx.config.profiles import profile
 from rlx.config.schema import Config
 from rlx.rollout.fleet import FleetOptions
 from rlx.rollout.options import fleet_options

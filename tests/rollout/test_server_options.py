@@ -9,9 +9,9 @@ import pytest
 
 from configs import quickstart_sglang
 from rlx.config.errors import ConfigError
-from rlx.config.inference import PROFILES, admission, profile
 from rlx.config.inference_checks import inference_problems
 from rlx.config.parse import parse
+from rlx.config.profiles import PROFILES, admission, profile
 from rlx.rollout import server_options
 
 

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rlx.metrics.ledger import Ledger
 from rlx.rollout import engine_state, servers
 from rlx.run import Run
 from tests import tiny_run
-from tests.sglang.conftest import ADMIN_KEY, API_KEY, PYTHON
+from tests.sglang.conftest import ADMIN_KEY, API_KEY, PYTHON, LiveServer
 from tests.sglang.faulty_proxy import FaultyProxy
 
 pytestmark = pytest.mark.sglang
@@ -41,16 +42,28 @@ def recipe(tmp_path_factory) -> Path:
     return tiny_run.write(tmp_path_factory.mktemp("training"))
 
 
+def load_base(live: LiveServer, path: str, label: str) -> None:
+    body = json.dumps({"model_path": path, "weight_version": label, "flush_cache": True}).encode()
+    headers = {"Authorization": f"Bearer {live.admin_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{live.url}/update_weights_from_disk", body, headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert json.loads(answer.read())["success"]
+
+
 @pytest.fixture
-def given(two_servers, monkeypatch) -> dict[str, object]:
-    """The two servers of the session, by address; afterwards they serve what they did before."""
+def given(two_servers, recipe, monkeypatch) -> Iterator[dict[str, object]]:
+    """The two servers of the session, by address, with the recipe's base model; afterwards they serve theirs again."""
     monkeypatch.setenv("RLX_TEST_KEY", API_KEY)
     monkeypatch.setenv("RLX_TEST_ADMIN_KEY", ADMIN_KEY)
-    return {
+    for live in two_servers:
+        load_base(live, str(recipe.parent / "model"), "unpublished")
+    yield {
         "inference__addresses": tuple(live.url for live in two_servers),
         "inference__api_key_variable": "RLX_TEST_KEY",
         "inference__admin_key_variable": "RLX_TEST_ADMIN_KEY",
     }
+    for live in two_servers:
+        load_base(live, live.model_path, "0")
 
 
 def train(recipe: Path, name: str, script: dict[int, Callable[[Run], None]] | None = None, **changes) -> Path:

@@ -204,7 +204,6 @@ class Names:
     recurrent: str = "linear_attn"  # the module of a recurrent mixer
     recurrent_out: tuple[str, str] = ("out_proj", "norm")  # its output projection and norm
     even_convolutions: bool = False  # q|k|v cut into three of one size, as transformers 5 saves OLMo hybrids
-    tower: str = "text_config"  # the key of config.json under which the language model is described, where it is one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,7 +149,7 @@ def _read(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.nda
 
 
 def _check_names(directory: Path | str, arch: Architecture, found: set[str], expected: set[str]) -> None:
-    ignored = {name for name in found if is_ignored(arch, name)}
+    ignored = {name for name in found - expected if is_ignored(arch, name)}
     if arch.tied:
         ignored.add(arch.names.head)  # compared with the embedding once both are read
     missing, unexpected = sorted(expected - found), sorted(found - expected - ignored)
@@ -195,8 +195,9 @@ def save_params(
 ) -> None:
     """Writes a Hugging Face directory, whole or not at all: config.json, safetensors (an index beside several shards).
 
-    `tokenizer_from` is a model directory whose tokenizer files and special token ids go along. Raises FileExistsError
-    where `directory` exists, FileNotFoundError where `tokenizer_from` has no tokenizer.
+    `tokenizer_from` is a model directory whose tokenizer files and special token ids go along, and the tensors of its
+    other towers, which config.json describes as well. Raises FileExistsError where `directory` exists,
+    FileNotFoundError where `tokenizer_from` has no tokenizer.
     """
     dtype = jnp.dtype(dtype)
     config = architecture_config(arch, dtype.name)
@@ -204,14 +205,27 @@ def save_params(
         if tokenizer_from is not None:
             config |= _copy_tokenizer(Path(tokenizer_from), out)
         write_json(out / "config.json", config)
-        shards = _plan_shards(arch, dtype.itemsize, shard_bytes)
-        _write_shards(out, shards, to_hf(arch, params), dtype)
+        others = {} if tokenizer_from is None else _other_towers(Path(tokenizer_from), arch, dtype)
+        shards = _plan_shards(arch, dtype.itemsize, shard_bytes, others)
+        _write_shards(out, shards, itertools.chain(to_hf(arch, params), others.items()), dtype)
         if len(shards) > 1:
-            _write_index(out, shards, arch, dtype.itemsize)
+            size = dtype.itemsize * sum(int(np.prod(tensor.shape)) for tensor in hf_tensors(arch).values())
+            _write_index(out, shards, size + sum(array.nbytes for array in others.values()))
 
 
-def _plan_shards(arch: Architecture, itemsize: int, limit: int) -> dict[str, list[str]]:
-    """File name -> tensor names, in the order of `to_hf`; a shard exceeds `limit` bytes only by a single tensor."""
+def _other_towers(source: Path, arch: Architecture, dtype: np.dtype[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors of a checkpoint that are no part of the language model."""
+    if "text_config" not in json.loads(arch.config) or not any(source.glob("*.safetensors*")):
+        return {}
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(_open(path)) for path in _tensor_files(source)]
+        named = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118
+        return {name: file.get_tensor(name).astype(dtype) for name, file in named if is_ignored(arch, name)}
+
+
+def _plan_shards(arch: Architecture, itemsize: int, limit: int, others: Mapping[str, Any]) -> dict[str, list[str]]:
+    """File name -> tensor names, in the order of `to_hf`; a shard exceeds `limit` bytes only by a single tensor. Those
+    of other towers are the last one."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, tensor in hf_tensors(arch).items():
@@ -221,6 +235,8 @@ def _plan_shards(arch: Architecture, itemsize: int, limit: int) -> dict[str, lis
             filled = 0
         groups[-1].append(name)
         filled += size
+    if others:
+        groups.append(list(others))
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
@@ -238,8 +254,7 @@ def _write_shards(
         save_file(arrays, out / file, metadata={"format": "pt"})
 
 
-def _write_index(out: Path, shards: Mapping[str, list[str]], arch: Architecture, itemsize: int) -> None:
-    total = sum(itemsize * int(np.prod(tensor.shape)) for tensor in hf_tensors(arch).values())
+def _write_index(out: Path, shards: Mapping[str, list[str]], total: int) -> None:
     weight_map = {name: file for file, names in shards.items() for name in names}
     write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 

@@ -1,16 +1,19 @@
 """Families of models by their config.json: both styles, variants without a stored checkpoint, published sizes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from rlx.models.description import Attention, Experts, LatentAttention, Mlp, Rope, grouped, slots
-from rlx.models.hf import hf_tensors
+from rlx.models.hf import hf_tensors, load_params, read_architecture, save_params
 from rlx.models.hf_config import architecture_config, parse_architecture, read_config
 from rlx.models.rope import inverse_frequencies
 from rlx.models.spec import count_parameters
+from tests import tiny_tokenizer
 
 FIXTURES, FULL = Path(__file__).parent.parent / "fixtures", Path(__file__).parents[2] / "configs" / "architectures"
 STYLES = ["qwen3_moe", "olmo3", "deepseek_v3_k2like", "qwen3_5_text", "qwen3_5_moe_vl_hub", "olmo_hybrid_nope"]
@@ -150,3 +153,20 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
     found = inverse_frequencies(rope)
     np.testing.assert_allclose(found[turns > 2], plain[turns > 2], rtol=1e-12)
     np.testing.assert_allclose(found[turns < 0.5], plain[turns < 0.5] / 32, rtol=1e-12)
+
+
+def test_other_towers_go_along_with_a_saved_model(tmp_path):
+    """config.json describes them too, so a server asks for them."""
+    source = shutil.copytree(FIXTURES / "qwen3_5_moe_vl_hub", tmp_path / "source")
+    tiny_tokenizer.build(source)
+    arch = read_architecture(source)
+    save_params(tmp_path / "saved", arch, load_params(source, arch), "float32", tokenizer_from=source)
+    weight_map = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())["weight_map"]
+    with safe_open(source / "model.safetensors", framework="np") as stored:
+        assert set(weight_map) == set(stored.keys())
+        for name, file in weight_map.items():
+            with safe_open(tmp_path / "saved" / file, framework="np") as saved:
+                np.testing.assert_array_equal(saved.get_tensor(name), stored.get_tensor(name))
+    again = read_architecture(tmp_path / "saved")
+    assert again == arch
+    np.testing.assert_array_equal(load_params(tmp_path / "saved", again)["embed"], load_params(source, arch)["embed"])

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 
+from rlx.config import profiles
 from rlx.config.schema import Config
 from rlx.config.simulation import SimulatedEngines
 from rlx.simulation.steps import StepFunction
@@ -51,7 +52,7 @@ def fit_engines(
     base: SimulatedEngines,
 ) -> tuple[SimulatedEngines, float]:
     """The engines, and the slowdown while the trainer trains."""
-    admission = recorded.producer.engine_admission or recorded.engine.slots
+    admission = recorded.producer.engine_admission or profiles.admission(recorded)
     training = [(u["taken"], u["trained"]) for u in updates]
     # Before these updates everything was compiled and filled.
     since = updates[0]["began"]

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from rlx.config.errors import ConfigError
+from rlx.config.profiles import admission
 from rlx.config.schema import Config
 from rlx.metrics.ledger import Ledger
 from rlx.rollout import timing, virtual
@@ -131,7 +132,7 @@ class _Simulation:
             name,
             config.simulate.engines,
             self.work,
-            admission=config.producer.engine_admission or config.engine.slots,
+            admission=config.producer.engine_admission or admission(config),
             context=config.engine.context,
             on_change=self.meter.add,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 import dataclasses
 from typing import Any
 
@@ -160,7 +160,7 @@ def _flat(meta: dict[str, Any], key: str, kind: str, name: str) -> np.ndarray:
         if f"{key}_b64" in meta:
             if meta[f"{key}_b64_dtype"] != _DTYPES[kind]:
                 raise _malformed(name, f"{key} of type {meta[f'{key}_b64_dtype']!r}")
-            return np.frombuffer(base64.b64decode(meta[f"{key}_b64"], validate=True), dtype)
+            return np.frombuffer(binascii.a2b_base64(meta[f"{key}_b64"], strict_mode=True), dtype)
         return np.array(meta[key], dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise _malformed(name, f"heads that cannot be read ({type(error).__name__}: {error})") from error

@@ -13,13 +13,13 @@ IDS = np.array([[1, 1, 1, 2, 2, 4, 4, 4, 4, 0, 0], [0, 0, 3, 3, 0, 5, 5, 5, 5, 5
 
 def make_case():
     rng = np.random.default_rng(0)
-    return rng.normal(size=(2, 11, 3)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
+    return rng.normal(size=(2, 11, 3)).astype(np.float32), jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
 
 
 def by_hand(x, weight, ids, before=None):
     """(output, the last width - 1 inputs), token by token."""
     rows, tokens, channels = x.shape
-    count = weight.shape[1] - 1
+    weight, count = np.asarray(weight), weight.shape[1] - 1
     out, last = np.zeros(x.shape), np.zeros((rows, count, channels))
     for r in range(rows):
         past = np.zeros((count, channels)) if before is None else before[r]

@@ -25,7 +25,10 @@ KIMIS = {
     "bounded": KimiDelta(2, 4, 4, full_rank_gate=True, lower_bound=-5.0, decay_slots=4, eps=1e-5),
 }
 MODULES = dict.fromkeys(NETS, delta) | dict.fromkeys(KIMIS, kda)
-every_layer = pytest.mark.parametrize("name", MODULES)
+FAST = ("grouped", "bounded")
+every_layer = pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODULES]
+)
 
 
 def sigmoid(x):

@@ -92,7 +92,8 @@ def _within(token: _Tokens, before: jax.Array, ordinal: jax.Array) -> _Work:
     start, end, of_keys, of_queries = pairs_of(token.query, token.key, token.decay)
     same = ordinal[..., :, None] == ordinal[..., None, :]
     strict, lower = (np.tril(np.ones((size, size), bool), k) for k in (-1, 0))
-    inverse = _inverse(jnp.where(same & strict, token.beta * of_keys, 0))
+    # masked first: what stands above the diagonal may be infinite, and beta's gradient would see it
+    inverse = _inverse(token.beta * jnp.where(same & strict, of_keys, 0))
     goes_on = (ordinal == before)[..., None]  # from the state before the chunk
     reaches = (ordinal == ordinal[..., -1:])[..., None]  # the end of the chunk
     start = jnp.where(goes_on, jnp.exp(start), 0)

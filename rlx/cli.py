@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": ("rlx.plan", "parameters of a model, trainable ones and their share, before hardware is asked for"),
     "simulate": ("rlx.simulate", "what a cluster would do: waiting, ages, occupancy"),
     "audit": ("rlx.audit", "what engines serve; why sampler and trainer disagree"),
+    "verify-layout": ("rlx.verify_layout", "check a layout of devices against one device, on virtual devices"),
     "verify-model": ("rlx.verify", "check a checkpoint against stored logits and gradient norms"),
 }
 # These take words of their own, the others a recipe.

@@ -1,0 +1,193 @@
+"""A layout against one device: the same batch, loss, gradients and update, tensor by tensor.
+
+Weights are random at the model's own architecture, all of them different, LoRA's factors too, which a fresh adapter
+leaves at zero; the batch is drawn and packed as a run packs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from rlx.assemble import device_batch, step_config
+from rlx.config.schema import Config
+from rlx.data.packing import PackingConfig, Trajectory, pack
+from rlx.learner.state import LearnerState, make_optimizer
+from rlx.learner.step import MicroBatch, StepConfig, Total, apply, slice_gradient
+from rlx.models.description import Architecture, Params, ParamSpec
+from rlx.models.lora import adapter_specs
+from rlx.models.placed import place, sizes_of
+from rlx.models.spec import param_specs
+from rlx.models.transformer import prefix_sharing_unsupported_reason
+from rlx.parallel.layout import Layout, check
+from rlx.parallel.mesh import Placement, make_mesh
+from rlx.types import TopK
+
+ROW_TOKENS = 64  # of a row of the batch, or the next multiple that context parallelism needs
+MICRO_BATCHES = 4  # of a pipeline
+SEED = 0
+
+
+class TensorError(NamedTuple):
+    """Of a gradient, or of what an update changed: ‖difference‖ / ‖one device's‖."""
+
+    name: str
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    layout: Layout
+    loss_error: float  # |difference| / mean |token loss|
+    gradients: tuple[TensorError, ...]
+    changes: tuple[TensorError, ...]  # of one update
+
+    @property
+    def worst(self) -> TensorError:
+        # NaN is worst of all.
+        return max(self.gradients, key=lambda each: (each.error != each.error, each.error))
+
+
+class Outcome(NamedTuple):
+    """What one device, or all of a layout, made of the batch."""
+
+    loss: float
+    gradient: dict[str, np.ndarray]
+    change: dict[str, np.ndarray]
+    token_loss: float  # mean |weighted loss of a token|
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch, and weights to compute it with."""
+
+    config: StepConfig
+    learner: Config
+    trainable: Params
+    trainable_specs: Params
+    frozen: Params
+    frozen_specs: Params
+    batch: MicroBatch
+
+
+def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> tuple[Comparison, Comparison | None]:
+    """(the layout against one device, in float32 also one device's float32 against its float64).
+
+    Raises:
+      LayoutError: where the model, or a batch, does not allow the layout.
+    """
+    rows, tokens = batch_shape(layout)
+    check(layout, sizes_of(arch, tokens, rows))
+    case = make_case(config, arch, rows, tokens, dtype)
+    single = run(case, None)
+    placement = Placement(make_mesh(layout), layout, MICRO_BATCHES if layout.pp > 1 else 1)
+    spread = difference(layout, single, run(case, placement))
+    if dtype == "float64":
+        return spread, None
+    exact = run(make_case(config, arch, rows, tokens, "float64"), None)
+    return spread, difference(Layout(), exact, single)
+
+
+def batch_shape(layout: Layout) -> tuple[int, int]:
+    """(rows, tokens a row) that the layout divides."""
+    parts = 2 * layout.cp
+    return layout.dp * (MICRO_BATCHES if layout.pp > 1 else 2), -(-ROW_TOKENS // parts) * parts
+
+
+def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype: str) -> Case:
+    """The same numbers in any dtype: they are drawn in float32."""
+    base, low_rank = param_specs(arch), adapter_specs(arch, config.lora) if config.lora.rank else {}
+    params, adapter = (drawn(specs, SEED + i, dtype) for i, specs in enumerate((base, low_rank)))
+    step = dataclasses.replace(
+        step_config(config, arch, 2 * rows), dtype=dtype, head_precision=None, logprob_implementation="xla"
+    )
+    share = config.learner.prefix_sharing and prefix_sharing_unsupported_reason(arch) is None
+    batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share)
+    if config.lora.rank:
+        return Case(step, config, adapter, low_rank, params, base, batch)
+    return Case(step, config, params, base, {}, {}, batch)
+
+
+def drawn(specs: Params, seed: int, dtype: str) -> Params:
+    """Random weights of a deviation that keeps activations about 1; what initializes to 1 stays near it."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    random = np.random.default_rng(seed)
+
+    def draw(spec: ParamSpec) -> np.ndarray:
+        noise = random.standard_normal(spec.shape, np.float32)
+        if spec.initializer == "ones":
+            return 1 + 0.1 * noise
+        inputs = spec.shape[-2] if len(spec.shape) > 1 and spec.axes[0] != "vocab" else 100
+        return noise * np.float32(min(inputs, 400) ** -0.5)
+
+    return structure.unflatten(jnp.asarray(draw(spec), dtype) for spec in leaves)
+
+
+def drawn_batch(arch: Architecture, rows: int, tokens: int, head_size: int, share: bool) -> MicroBatch:
+    """Two sequences a row, which begin alike."""
+    random = np.random.default_rng(SEED)
+    head = min(head_size, arch.vocab_size // 2)
+    trajectories = [each for group in range(rows) for each in _pair(random, arch.vocab_size, group, tokens, head)]
+    packed = pack(trajectories, PackingConfig(tokens, tokens, rows, 1, head, share))
+    [batch] = device_batch(packed)
+    return batch
+
+
+def _pair(random: np.random.Generator, vocab: int, group: int, tokens: int, head: int) -> Iterator[Trajectory]:
+    prompt = random.integers(vocab, size=tokens // 8)
+    for advantage in (1.0, -0.7):
+        length = int(random.integers(tokens // 4, tokens // 2 - 2))
+        ids = np.concatenate([prompt, random.integers(vocab, size=length - len(prompt))]).astype(np.int32)
+        mask = np.arange(length) >= len(prompt)
+        count = int(mask.sum())
+        top = None
+        if head:
+            chosen = np.stack([random.permutation(vocab)[:head] for _ in range(count)]).astype(np.int32)
+            top = TopK(chosen, -np.sort(random.uniform(1, 9, (count, head))).astype(np.float32))
+        logprobs = np.where(mask, -random.uniform(1, 8, length), 0).astype(np.float32)
+        yield Trajectory(ids, mask, advantage, logprobs, np.zeros(length, np.int32), top, group)
+
+
+def run(case: Case, placement: Placement | None) -> Outcome:
+    """Loss, gradient and one update."""
+    trainable, frozen = jax.tree.map(jnp.copy, case.trainable), case.frozen  # the update's state is donated
+    if placement is not None:
+        trainable = place(trainable, case.trainable_specs, case.config.arch, placement)
+        frozen = place(frozen, case.frozen_specs, case.config.arch, placement)
+    step = dataclasses.replace(case.config, placement=placement)
+    total: Total = jax.jit(partial(slice_gradient, step))(trainable, frozen, case.batch)
+    optimizer = make_optimizer(case.learner.learner)
+    counters = (jnp.zeros((), jnp.int32) for _ in range(3))
+    before = _numpy(trainable)
+    gradient = _numpy(total[1])
+    state, _, _ = apply(optimizer, LearnerState(*counters, trainable, optimizer.init(trainable)), total)
+    change = {name: new - before[name] for name, new in _numpy(state.trainable).items()}
+    tokens = max(int(case.batch.mask.sum()), 1)
+    scale = float(jnp.abs(case.batch.advantages * case.batch.mask).sum()) / tokens
+    return Outcome(float(total[0]), gradient, change, scale)
+
+
+def _numpy(tree: PyTree[Array]) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def difference(layout: Layout, one: Outcome, other: Outcome) -> Comparison:
+    loss = abs(one.loss - other.loss) / one.token_loss
+    return Comparison(layout, loss, _errors(one.gradient, other.gradient), _errors(one.change, other.change))
+
+
+def _errors(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[TensorError, ...]:
+    """A tensor whose norm is next to nothing is measured by the norm of all."""
+    norms = {name: float(np.linalg.norm(x)) for name, x in one.items()}
+    least = 1e-6 * float(np.sqrt(sum(norm**2 for norm in norms.values())))
+    return tuple(
+        TensorError(name, float(np.linalg.norm(one[name] - other[name])) / max(norms[name], least, 1e-300))
+        for name in one
+    )

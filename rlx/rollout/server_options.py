@@ -21,6 +21,8 @@ from rlx.rollout.sglang_requests import Limits
 SPARE_POSITIONS = 16
 # What a server calls its weights until the run has published some: no number, so nothing that it writes is taken.
 UNPUBLISHED = "unpublished"
+# Where only adapters are published, each under a name that a server started anew does not know.
+BASE = "0"
 
 
 def api_key(config: Config) -> str:
@@ -74,7 +76,7 @@ def server_arguments(config: Config, index: int) -> tuple[str, ...]:
         f"--context-length={length}",
         f"--max-running-requests={whole.admission}",
         f"--max-total-tokens={whole.admission * length}",
-        f"--weight-version={UNPUBLISHED}",
+        f"--weight-version={BASE if inference.weights == 'adapter' else UNPUBLISHED}",
         "--log-level-http=warning",  # a line for every request would be most of the log
     ]
     if inference.device == "cuda":

@@ -17,7 +17,9 @@ PASSED_ON = ("Authorization", "Content-Type")
 class FaultyProxy:
     """mode: "cut" closes every connection, "errors" answers 500, "full" 503 as a full queue does, "nonsense" 200 with
     something else. Of generation alone, but "cut". With several targets it is a router: each request to the next one.
-    A context manager; it runs in a thread of its own."""
+    A queue is full for `patience` requests. A context manager; it runs in a thread of its own."""
+
+    patience = 20
 
     def __init__(self, *targets: str):
         self.targets, self.mode, self.refused = itertools.cycle(targets), "through", 0
@@ -56,8 +58,10 @@ class FaultyProxy:
         if self.mode == "cut":
             return self._cut(request)
         if generates and self.mode in ("errors", "full"):
-            self.refused += 1
-            return web.json_response({"error": {"message": self.mode}}, status=500 if self.mode == "errors" else 503)
+            self.refused, status = self.refused + 1, 500 if self.mode == "errors" else 503
+            if self.mode == "full" and self.refused >= self.patience:
+                self.mode = "through"
+            return web.json_response({"error": {"message": self.mode}}, status=status)
         if generates and self.mode == "nonsense":
             return web.json_response({"output_ids": [1, 2, 3], "meta_info": {}})
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}

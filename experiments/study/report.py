@@ -61,6 +61,9 @@ def agreement_table(found: dict[str, Ranked]) -> Table:
     rows = []
     for proxy in PROXIES:
         for title, names in SUBSETS.items():
+            shared = [n for n in names if n in found["target"].scores and n in found[proxy].scores]
+            if len(shared) < 2:
+                continue
             a = compared(found["target"], found[proxy], names)
             low, high = a.kendall_interval
             decided = [p for p in a.pairs if p.verdict != "not decided"]
@@ -126,6 +129,9 @@ def misleading(found: dict[str, Ranked]) -> list[str]:
 def page(found: dict[str, Ranked], remarks: str) -> str:
     spread = float(np.mean([of.spread for of in found.values()]))
     parts = [HEAD.format(spread=spread)]
+    done, all_runs = sum(of.runs for of in found.values()), len(CONFIGURATIONS) * len(SEEDS) * len(models.SIZES)
+    if done < all_runs:
+        parts.append(f"{done} of {all_runs} runs are done; what follows is of these.\n")
     for table in (scores_table(found), agreement_table(found)):
         parts.append(f"## {table.title}\n\n" + "\n".join(markdown_table(table)) + "\n")
     for proxy in PROXIES:

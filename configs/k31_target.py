@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
     c.inference.addresses = ("http://engine-0:30000", "http://engine-1:30000")
     c.inference.tensor_parallel = 16
     c.inference.arguments = ("--ep-size=16", "--dp-size=2", "--enable-dp-attention")
-    c.inference.weights = "adapter"
+    c.inference.weights = "full"  # as adapters engines are sent dense layers alone, not routed experts
 
     c.learner.learning_rate = 5e-5
     c.learner.micro_batch_rows = 1

@@ -107,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = plan(config)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"config.model.path = {config.model.path!r}: {error}") from error
+        key = "" if str(error).startswith("lora.") else f"model.path = {config.model.path!r}: "
+        raise ConfigError(f"config.{key}{error}") from error
     print(json.dumps(to_json(found)) if as_json.value else "\n".join(lines(config, found)))
     return 0
 

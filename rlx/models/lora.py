@@ -71,7 +71,8 @@ def targets(arch: Architecture, config: LoraConfig) -> list[Linear]:
     for pattern in config.targets:
         if not any(matches(pattern, linear) for linear in every):
             names = sorted({linear.name for linear in every})
-            near = difflib.get_close_matches(pattern, [n.partition(".")[2] for n in names], n=1)
+            shown = [*(n.partition(".")[2] for n in names), *(f"{n.rpartition('.')[0]}.*" for n in names)]
+            near = difflib.get_close_matches(pattern, shown, n=1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise ValueError(
                 f"lora.targets: {pattern!r} is no linear layer of this {arch.model_type} model, which has "

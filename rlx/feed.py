@@ -124,8 +124,9 @@ class Synchronous:
         self.parts.preemption.finish(self.parts.serving.publish(weights, version))
 
     def scalars(self) -> dict[str, float]:
-        self.parts.ledger.check(self.buffer.holdings())
-        return self.parts.ledger.scalars()
+        parts = self.parts
+        parts.ledger.check(self.buffer.holdings())
+        return parts.ledger.scalars() | {"engine/occupancy": parts.preemption.call(parts.serving.occupancy)}
 
     def get_state(self, step: int) -> dict[str, Any]:
         return {}

@@ -39,6 +39,7 @@ class Serving:
     """What a run asks and publishes to. Its coroutines run on the loop of `rlx.interrupt.Preemption`.
 
     engine: for collections and evaluations; of servers, one that asks again where one of them fails.
+    occupancy: since it was asked last (servers) or since the start; not to be asked beside a producer, which asks itself.
     trace: gets the records of answers and loads (`rlx.rollout.timing`) once somebody wants them.
     """
 
@@ -191,7 +192,7 @@ async def _serve(
         fleet=fleet,
         publisher=Publisher(fleet, producer.publication, bridge.prepare),
         servers=tuple(engines),
-        occupancy=lambda: fleet.busy.level / fleet.slots,
+        occupancy=lambda: fleet.busy.take()["occupancy"] / fleet.slots,
         prepare=bridge.prepare,
     )
     await asyncio.gather(*(fleet.load(member) for member in fleet.members))

@@ -238,7 +238,6 @@ def report(
         scalars["reward/no_signal_streak"] = float(run.progress.no_signal_streak)
         scalars["grader/timeouts"] = float(run.ledger[failed("grader_timeout")].samples)
         scalars["grader/failures"] = float(run.ledger[failed("grader_error")].samples)
-        scalars["engine/occupancy"] = run.serving.occupancy()
         scalars |= feed.scalars()
         scalars["system/compilations"] = float(run.compilations.count)
         scalars["system/host_memory_gib"] = runtime.host_memory_gib()

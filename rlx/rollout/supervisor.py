@@ -54,7 +54,8 @@ class Group:
             await asyncio.sleep(POLL_S)
             server = self.servers[index]
             if (status := server.process.poll()) is None:
-                failures = 0 if await asyncio.to_thread(servers.is_healthy, server.url) else failures
+                if failures and await asyncio.to_thread(servers.is_healthy, server.url):
+                    failures = 0
                 continue
             log = server.spec.log
             ended(f"the server ended with status {status}; the last lines of {log}:\n{servers.last_lines(log)}")

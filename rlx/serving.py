@@ -39,7 +39,7 @@ class Serving:
     """What a run asks and publishes to. Its coroutines run on the loop of `rlx.interrupt.Preemption`.
 
     engine: for collections and evaluations; of servers, one that asks again where one of them fails.
-    occupancy: since it was asked last (servers) or since the start; not to be asked beside a producer, which asks itself.
+    occupancy: since it was asked last (servers) or since the start; a producer asks by itself.
     trace: gets the records of answers and loads (`rlx.rollout.timing`) once somebody wants them.
     """
 

@@ -21,12 +21,9 @@ from jaxtyping import Float, Int
 
 PRIOR_BOUNDS = (0.05, 20.0)  # of both parameters of the beta prior
 PRIOR_GRID = 0.2  # of their logarithms, where tables are made; the classification takes the prior as it is
-FIRST_PRICE, CHEAPER, LEAST_PRICE = (
-    0.01,
-    0.8,
-    1e-6,
-)  # of an attempt, in misclassified tasks; each price is this x the last
-OPTIMISM = 1.04  # the prior comes from the same attempts, which makes the posterior a little too sure
+FIRST_PRICE, LEAST_PRICE = 0.01, 1e-6  # of an attempt, in misclassified tasks
+CHEAPER = 0.8  # each price is this times the one before
+MARGIN = 0.005  # share of tasks: the prior comes from the same attempts, so the posterior is a little too sure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +41,8 @@ class EdgeOptions:
         """Raises ValueError for options that cannot be honoured."""
         if not 0 <= self.low < self.high <= 1:
             raise ValueError(f"the band [{self.low}, {self.high}] must be within [0, 1], the lower end first")
-        if not 0 < self.error < 0.5:
-            raise ValueError(f"error = {self.error}: a share of tasks above 0 and below 0.5, such as 0.05")
+        if not 2 * MARGIN <= self.error < 0.5:
+            raise ValueError(f"error = {self.error}: a share of tasks from {2 * MARGIN} and below 0.5, such as 0.05")
         if not 1 <= self.first_attempts <= self.most_attempts:
             raise ValueError(f"first_attempts = {self.first_attempts}: between 1 and most_attempts")
         if self.at_once < 1:
@@ -69,7 +66,7 @@ class Verdicts:
 
     prior: tuple[float, float]  # of the beta distribution that the tasks' pass rates were taken to come from
     in_band: Float[np.ndarray, "tasks"]  # posterior probability that the pass rate is in the band
-    expected_error: float  # share of the tasks
+    expected_error: float  # share of the tasks, `MARGIN` included
 
     @property
     def is_edge(self) -> np.ndarray:
@@ -84,7 +81,7 @@ def classify(tally: Tally, options: EdgeOptions) -> Verdicts:
     """The most probable classification of every task."""
     prior = fit_prior(tally)
     probability = _in_band(tally.passes, tally.attempts, prior, options)
-    return Verdicts(prior, probability, OPTIMISM * float(np.mean(np.minimum(probability, 1 - probability))))
+    return Verdicts(prior, probability, MARGIN + float(np.mean(np.minimum(probability, 1 - probability))))
 
 
 def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, "tasks"]:

@@ -73,20 +73,21 @@ test:  ## fast tests, then slow tests
 	@$(MAKE) --no-print-directory test-slow
 
 test-fast: $(STAMP)  ## tests of a few seconds at most, in two processes
-	$(BIN)/python $(PYTEST) 'not slow and not sglang' -n $(JOBS) $(ARGS)
+	$(BIN)/python $(PYTEST) 'not slow and not sglang and not exhaustive' -n $(JOBS) $(ARGS)
 
 test-slow: $(STAMP)  ## the others, one after the other
 	$(BIN)/python $(PYTEST) 'slow and not sglang' $(ARGS)
 
-test-all: test test-jax-latest  ## test, and the fast tests on the newest jax
+test-all: test test-jax-latest  ## test, the fast tests on the newest jax, every layout of every kind of model
+	$(BIN)/python $(PYTEST) exhaustive $(ARGS)
 
 test-jax-latest: $(LATEST)/.installed  ## the fast tests on the newest jax that pyproject.toml allows
 	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang' -n $(JOBS) tests
+	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang and not exhaustive' -n $(JOBS) tests
 
 test-jax-compatibility: $(LATEST)/.installed  ## those of them that depend on jax's own interfaces
 	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang' -n $(JOBS) $(COMPATIBILITY)
+	$(LATEST)/bin/python $(PYTEST) 'not slow and not sglang and not exhaustive' -n $(JOBS) $(COMPATIBILITY)
 
 $(LATEST)/.installed: pyproject.toml
 	@if [ ! -x $(LATEST)/bin/python ]; then $(find_python); echo "making $(LATEST) with $$python"; "$$python" -m venv $(LATEST); fi

@@ -12,4 +12,5 @@ def get_config() -> ConfigDict:
     c = tiny.get_config()
     c.run.name = "tiny_hybrid"
     c.model.path = "configs/architectures/tiny_hybrid"
+    c.lora.targets = ("self_attn.*", "linear_attn.*")
     return c

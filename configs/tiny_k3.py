@@ -12,4 +12,5 @@ def get_config() -> ConfigDict:
     c = tiny.get_config()
     c.run.name = "tiny_k3"
     c.model.path = "configs/architectures/tiny_k3"
+    c.lora.targets = ("self_attn.*", "experts.*")
     return c

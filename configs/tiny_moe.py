@@ -12,4 +12,5 @@ def get_config() -> ConfigDict:
     c = tiny.get_config()
     c.run.name = "tiny_moe"
     c.model.path = "configs/architectures/tiny_moe"
+    c.lora.targets = ("self_attn.*", "experts.*")
     return c

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,21 +62,22 @@ def run(
     wanted = jnp.pad(choices, ((0, padding), (0, 0)), constant_values=count)
     local = partial(_local, compute, axes, devices, count, placement.expert_capacity)
     cut = PartitionSpec(tokens)
-    over_devices = partial(jax.shard_map, mesh=None if placement.inside else placement.mesh, axis_names=set(tokens))
+    # Not tracked: jax would name a pipeline's axis, that of the `shard_map` around this one, twice.
+    mesh = None if placement.inside else placement.mesh
+    over_devices = partial(jax.shard_map, mesh=mesh, axis_names=set(tokens), check_vma=False)
 
     def forward(parameters: PyTree[Array], x: Array, gains: Array, choices: Array) -> tuple[Array, Array]:
         specs = (partitions, cut, cut, cut)
-        given = _together(parameters, x, gains, choices)
-        return over_devices(local, in_specs=specs, out_specs=(cut, PartitionSpec()))(*given)
+        return over_devices(local, in_specs=specs, out_specs=(cut, PartitionSpec()))(parameters, x, gains, choices)
 
     def backward(kept: tuple, cotangents: tuple[Array, Array]) -> tuple[PyTree[Array], Array, Array, None]:
         def pulled(parameters: PyTree[Array], x: Array, gains: Array, choices: Array, d_y: Array) -> tuple:
             _, pull = jax.vjp(lambda *given: local(*given, choices)[0], parameters, x, gains)
-            return pull(d_y)
+            d_parameters, *others = pull(d_y)
+            return _summed(d_parameters, partitions, tokens), *others
 
         specs = (partitions, cut, cut, cut, cut)
-        given = _together(*kept, cotangents[0])
-        return *over_devices(pulled, in_specs=specs, out_specs=(partitions, cut, cut))(*given), None
+        return *over_devices(pulled, in_specs=specs, out_specs=(partitions, cut, cut))(*kept, cotangents[0]), None
 
     # Its own backward pass, which computes the experts again: inside of a pipeline jax cannot lower the one that it
     # derives from a `shard_map` in a `shard_map`.
@@ -87,10 +88,15 @@ def run(
     return y[: len(x)], dropped
 
 
-def _together(*given: Any) -> tuple:
-    """All of it or none: differentiating a loop, jax takes out what does not depend on the loop, and where that is a
-    part of a `shard_map` it does so along all axes of the mesh, a pipeline's own too, which cannot be lowered."""
-    return jax.lax.optimization_barrier(given)
+def _summed(tree: PyTree[Array], partitions: PyTree[PartitionSpec], over: tuple[str, ...]) -> PyTree[Array]:
+    """Gradients, each over the devices that hold the same part."""
+
+    def one(x: Array, own: PartitionSpec) -> Array:
+        cut = {axis for part in own if part is not None for axis in ((part,) if isinstance(part, str) else part)}
+        rest = tuple(axis for axis in over if axis not in cut)
+        return jax.lax.psum(x, rest) if rest else x
+
+    return jax.tree.map(one, tree, partitions)
 
 
 def _local(

@@ -58,6 +58,7 @@ def run(
         in_specs=(PartitionSpec("pp"), PartitionSpec("pp"), PartitionSpec(), PartitionSpec()),
         out_specs=(PartitionSpec(), PartitionSpec("pp")),
         axis_names={"pp"},
+        check_vma=False,  # with it jax cannot lower the gradient of what has a `shard_map` of its own, as experts do
     )
     carry, made = manual(staged, there, inputs, carry)
     return carry, jax.tree.map(lambda x: x.reshape(stages * size, *x.shape[2:])[:repeats], made)
@@ -88,7 +89,7 @@ def _stage(step: Step, stages: int, staged: Any, there: Array, inputs: Any, carr
         onward = [(i, i + 1) for i in range(stages - 1)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, "pp", onward), done), (done, made)
 
-    empty = jax.tree.map(lambda x: jax.lax.pcast(jnp.zeros_like(x[0]), "pp", to="varying"), carry)
+    empty = jax.tree.map(lambda x: jnp.zeros_like(x[0]), carry)
     _, (done, made) = jax.lax.scan(tick, empty, jnp.arange(count + stages - 1))
     last = jax.tree.map(lambda x: _from_last(x[stages - 1 :], stage == stages - 1), done)
     # Stage s made its part for micro-batch m in step m + s.

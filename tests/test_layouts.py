@@ -1,0 +1,106 @@
+"""Layouts compute what one device computes, in float64, for every kind of model, with and without LoRA."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+from absl import flags
+
+from rlx import cli
+from rlx.config.flags import config_from_argv
+from rlx.config.schema import Config
+from rlx.layouts import Comparison, TensorError, compare
+from rlx.models.hf_config import read_config
+from rlx.parallel.layout import Layout, LayoutError, parse_layout
+from rlx.verify_layout import GRADIENT_TOLERANCE, LOSS_TOLERANCE, judged
+
+EIGHT = ("TP1 PP1 CP2 DP4", "TP2 PP2 CP2", "PP4 DP2")
+OFTEN = [
+    *(("dense", layout, rank) for layout, rank in zip(("TP4 PP3 CP2 DP1", *EIGHT), (4, 0, 4, 4), strict=True)),
+    *(("moe", layout, rank) for layout, rank in (("TP4 PP3 CP2 DP1 EP8", 0), ("DP8 EP8", 4))),
+    *(("hybrid", layout, rank) for layout, rank in (("TP2 PP2 CP2", 4), ("CP2 DP4", 0))),
+    *(("mla", layout, rank) for layout, rank in (("TP2 DP2 CP2 EP4", 4), ("TP2 PP2 CP2 EP2", 0))),
+    *(("k3", layout, rank) for layout, rank in (("TP4 PP3 CP2 DP1 EP8", 4), ("TP2 DP2 CP2 EP4", 0))),
+]
+KINDS = ("dense", "moe", "hybrid", "mla", "k3")
+ALL = [
+    (kind, layout, rank)
+    for kind in KINDS
+    for layout in ("TP4 PP3 CP2 DP1 EP8", *EIGHT, "DP8 EP8", "TP2 DP2 CP2 EP4", "TP8", "CP4 TP2", "PP2 DP2 TP2 EP2")
+    for rank in (0, 4)
+    if (kind, layout, rank) not in OFTEN
+]
+
+
+def recipe(kind: str, rank: int) -> Config:
+    words = ["verify-layout", f"--config=configs/tiny_{kind}.py", f"--config.lora.rank={rank}"]
+    return config_from_argv(words, flags.FlagValues(), simulated=True)
+
+
+def compared(kind: str, layout: str, rank: int, dtype: str = "float64") -> tuple[Comparison, Comparison | None]:
+    config = recipe(kind, rank)
+    if kind in ("dense", "hybrid"):  # no experts to spread
+        layout = " ".join(word for word in layout.split() if not word.startswith("EP"))
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        return compare(config, read_config(config.model.path), parse_layout(layout), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, layout, rank", OFTEN)
+def test_a_layout_computes_what_one_device_does(kind, layout, rank):
+    found, _ = compared(kind, layout, rank)
+    assert found.loss_error <= LOSS_TOLERANCE
+    assert found.worst.error <= GRADIENT_TOLERANCE, found.worst
+    assert max(change.error for change in found.changes) <= GRADIENT_TOLERANCE
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind, layout, rank", ALL)
+def test_every_layout_computes_what_one_device_does(kind, layout, rank):
+    test_a_layout_computes_what_one_device_does(kind, layout, rank)
+
+
+@pytest.mark.slow
+def test_in_float32_a_layout_is_no_further_off_than_one_device():
+    spread, own = compared("dense", "TP2 CP2 DP2", 0, "float32")
+    assert spread.worst.error > 1e-12, "float32 sums in another order"
+    assert judged(spread, own)["ok"]
+
+
+def test_a_wrong_tensor_is_found_and_named():
+    good = (TensorError("a", 1e-15), TensorError("b", 1e-14))
+    assert judged(Comparison(Layout(dp=2), 0.0, good, good), None)["ok"]
+    for bad in (2e-8, float("nan")):
+        report = judged(Comparison(Layout(dp=2), 0.0, (*good, TensorError("c", bad)), good), None)
+        assert (report["ok"], report["worst_tensor"], report["devices"]) == (False, "c", 2)
+    assert not judged(Comparison(Layout(), 2e-9, good, good), None)["ok"]
+    assert not judged(Comparison(Layout(), 0.0, good, (TensorError("c", 2e-8),)), None)["ok"]
+    json.dumps(report)
+
+
+def test_layouts_that_cannot_be_are_refused():
+    with pytest.raises(LayoutError, match="DP1 EP2: EP2 for a model without experts"):
+        _check("dense", "TP2 EP2")
+    with pytest.raises(LayoutError, match="PP8 for 4 repeats of the layer pattern"):
+        _check("dense", "PP8")
+
+
+def _check(kind: str, layout: str) -> None:
+    config = recipe(kind, 0)
+    compare(config, read_config(config.model.path), parse_layout(layout), "float64")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--layout is missing"),
+        (["--layout=TP2 XP2"], "'XP2' is none of TPn"),
+        (["--layout=TP3"], "TP3 does not divide attention heads, 8; layouts of 3 devices that work: "),
+        (["--layout=DP2", "--config.model.path=nowhere"], "config.model.path = 'nowhere'"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, message, capsys):
+    assert cli.run("verify-layout", ["--config=configs/tiny_dense.py", *arguments]) in (1, 2)
+    assert message in capsys.readouterr().err

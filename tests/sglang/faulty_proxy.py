@@ -5,24 +5,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from types import TracebackType
 
 import aiohttp
 from aiohttp import web
 
-MODES = ("through", "cut", "errors", "full", "nonsense")
+LASTS_S = 2.0
 PASSED_ON = ("Authorization", "Content-Type")
 
 
 class FaultyProxy:
-    """mode: "cut" closes every connection, "errors" answers 500, "full" 503 as a full queue does, "nonsense" 200 with
+    """fail: "cut" closes every connection, "errors" answers 500, "full" 503 as a full queue does, "nonsense" 200 with
     something else. Of generation alone, but "cut". With several targets it is a router: each request to the next one.
-    A queue is full for `patience` requests. A context manager; it runs in a thread of its own."""
-
-    patience = 20
+    A fault ends by itself, `LASTS_S` after it was met. A context manager; it runs in a thread of its own."""
 
     def __init__(self, *targets: str):
-        self.targets, self.mode, self.refused = itertools.cycle(targets), "through", 0
+        self.targets, self.faults = itertools.cycle(targets), list[str]()
+        self._mode, self._met = "through", 0.0
+
+    def fail(self, mode: str) -> None:
+        self.faults.append(mode)
+        self._mode, self._met = mode, 0.0
+
+    @property
+    def mode(self) -> str:
+        over = self._met and time.monotonic() - self._met > LASTS_S
+        return "through" if over else self._mode
 
     def __enter__(self) -> FaultyProxy:
         started = threading.Event()
@@ -58,11 +67,10 @@ class FaultyProxy:
         if self.mode == "cut":
             return self._cut(request)
         if generates and self.mode in ("errors", "full"):
-            self.refused, status = self.refused + 1, 500 if self.mode == "errors" else 503
-            if self.mode == "full" and self.refused >= self.patience:
-                self.mode = "through"
-            return web.json_response({"error": {"message": self.mode}}, status=status)
+            status = 500 if self._meet() == "errors" else 503
+            return web.json_response({"error": {"message": "not now"}}, status=status)
         if generates and self.mode == "nonsense":
+            self._meet()
             return web.json_response({"output_ids": [1, 2, 3], "meta_info": {}})
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         url = next(self.targets) + request.path_qs
@@ -72,8 +80,12 @@ class FaultyProxy:
             return self._cut(request)
         return web.Response(body=content, status=answer.status, content_type=answer.content_type)
 
+    def _meet(self) -> str:
+        self._met = self._met or time.monotonic()
+        return self._mode
+
     def _cut(self, request: web.Request) -> web.Response:
-        self.refused += 1
+        self._meet()
         if request.transport is not None:
             request.transport.abort()
         return web.Response()

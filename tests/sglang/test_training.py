@@ -22,7 +22,7 @@ from tests.sglang.faulty_proxy import FaultyProxy
 
 pytestmark = pytest.mark.sglang
 
-WAIT_S = 200.0  # for an engine to be back: a server starts anew on two busy cores
+WAIT_S = 400.0  # for an engine to be back: a server starts anew on two busy cores
 CHANGES = {
     "engine__kind": "sglang",
     "inference__device": "cpu",
@@ -185,12 +185,12 @@ def test_a_killed_and_a_stopped_server_come_back_with_the_current_weights(recipe
         recipe,
         "faults",
         {2: kill, 4: stop, 6: all_back},
-        learner__updates=8,
+        learner__updates=12,
         inference__count=2,
         inference__arguments=queues,
         **OVERLAPPED,
     )
-    assert json.loads((run / "summary.json").read_text())["updates"] == 8
+    assert json.loads((run / "summary.json").read_text())["updates"] == 12
     check_books(run)
     state = engine_state.read(run / "engines.json")
     assert not state.alive
@@ -203,31 +203,24 @@ def test_a_killed_and_a_stopped_server_come_back_with_the_current_weights(recipe
 
 def test_cut_connections_full_queues_and_errors_cost_no_run(recipe, given):
     """The faults that a real server cannot be made to have, by a proxy before each of the two."""
-    addresses = given["inference__addresses"]
+    addresses, updates = given["inference__addresses"], 25
     assert isinstance(addresses, tuple)
     with FaultyProxy(addresses[0]) as first, FaultyProxy(addresses[1]) as second:
-
-        def begin(proxy: FaultyProxy, mode: str) -> Callable[[Run], None]:
-            def happen(run: Run) -> None:
-                all_back(run)
-                proxy.mode, proxy.refused = mode, 0
-
-            return happen
-
-        def end(proxy: FaultyProxy) -> Callable[[Run], None]:
-            """An update later: the other engine has made it."""
-
-            def happen(run: Run) -> None:
-                until(lambda: proxy.refused > 0, f"{proxy.mode} is met")
-                proxy.mode = "through"
-
-            return happen
-
         faults = [(first, "cut"), (second, "errors"), (first, "full"), (second, "nonsense")]
-        script = {2 * i + 1: begin(proxy, mode) for i, (proxy, mode) in enumerate(faults)}
-        script |= {2 * i + 2: end(proxy) for i, (proxy, _) in enumerate(faults)} | {9: all_back}
+
+        def next_fault(run: Run) -> None:
+            """The next one, as soon as the last one was met and is over; until then the run goes on with it."""
+            if first.mode == second.mode == "through":
+                all_back(run)
+                if faults:
+                    proxy, mode = faults.pop(0)
+                    proxy.fail(mode)
+
         changes = {**given, "inference__addresses": (first.url, second.url)}
-        run = train(recipe, "cut", script, learner__updates=10, **changes, **OVERLAPPED)
+        script = dict.fromkeys(range(1, updates), next_fault)
+        run = train(recipe, "cut", script, learner__updates=updates, **changes, **OVERLAPPED)
+        assert (first.faults, second.faults) == (["cut", "full"], ["errors", "nonsense"])
+        assert first.mode == second.mode == "through"
     check_books(run)
     reasons = {
         k.removeprefix("engine/ejections_")

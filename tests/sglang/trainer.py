@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ ARCH = tiny_model.ARCH
 TEXTS = tuple(np.random.default_rng(7).integers(0, ARCH.vocab_size, (2, 24), dtype=np.int32))
 
 
-@jax.jit
+@partial(jax.jit, static_argnums=3)
 def _logprobs(params: Params, tokens: jax.Array, adapter: Params, scale: float) -> jax.Array:
     row = tokens[None]
     hidden = forward(

@@ -154,7 +154,7 @@ def forward_routed(
         scanned = piped or (not unrolled and repeats > 1)
         step = _group_step(arch, group, adapter_scale, remat, placement, scanned=scanned)
         xs = tuple(_slot_inputs(arch, slot, params, adapter or {}, routes) for slot in group)
-        if piped:
+        if piped and placement is not None:
             stream, made = _piped(placement, step, rows, stream, xs, repeats)
         else:
             stream, made = _repeat(partial(step, rows), stream, xs, repeats, unrolled)

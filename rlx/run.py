@@ -247,7 +247,6 @@ def open_training(config: Config) -> Iterator[Run]:
         tasks = [*train_tasks, *held_out]
         graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in tasks})))
         check_gold_answers(graders, tasks)
-
         group = stack.enter_context(started_servers(config, directory.path))  # they start while the model is read
         model = assemble.load_model(config)
         assemble.check_prompts(config, model.tokenizer, tasks)
@@ -274,9 +273,8 @@ def open_training(config: Config) -> Iterator[Run]:
         (padding,) = assemble.device_batch(pack_batch([], packing))
         compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
         compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
-        policy = bridges.published(config, model, state.trainable)
         place = Place(directory.path, group, preemption)
-        serving = open_serving(config, model, policy, int(state.version), begin.ledger, place)
+        serving = open_serving(config, model, state.trainable, int(state.version), begin.ledger, place)
         yield Run(
             config=config,
             directory=directory.path,

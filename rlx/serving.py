@@ -123,19 +123,20 @@ class Place:
 def open_serving(
     config: Config,
     model: assemble.Model,
-    policy: Any,
+    trainable: Any,
     version: int,
     ledger: Ledger,
     place: Place,
 ) -> Iterator[Serving]:
-    """The engines of a run; they serve `policy` as `version`.
+    """The engines of a run; they serve the policy of `trainable`, a learner's, as `version`.
 
     Raises:
       ServerFailed: a server that does not start; with its last words.
       ConfigError: one that is there and cannot do what is asked.
-      EngineError: one that cannot be reached, or does not take the weights.
+      EngineError: one that cannot be reached, or does not take the weights. AuditFailed: not all of them.
     """
     group, preemption = place.group, place.preemption
+    policy = bridges.published(config, model, trainable)
     if config.engine.kind == "local":
         serving = embedded(config, model, policy, version, ledger)
         try:
@@ -151,12 +152,12 @@ def open_serving(
     engines = [_engine(config, model, url, link, version) for url, link in zip(urls, links, strict=True)]
     try:
         serving, keepers = preemption.finish(_serve(config, engines, bridge, policy, version, ledger, place))
-        if config.audit.at_start:
-            preemption.finish(bridges.audit_transport(engines, links, serving.fleet.weights, version))
     except BaseException:
         preemption.finish(_disconnect(engines, bridge))
         raise
     try:
+        if config.audit.at_start:
+            preemption.finish(bridges.audit_transport(engines, links, serving.fleet.weights, version))
         yield serving
     finally:
         preemption.finish(_close(serving, keepers))

@@ -175,7 +175,8 @@ def test_what_is_recomputed_is_chosen_by_the_memory_that_it_saves(config):
 
 def test_few_layers_stand_one_after_the_other(config):
     deep = tiny_model.sized(num_layers=assemble.UNROLLED_LAYERS + 1)
-    assert assemble.unrolled(config(), ARCH) and not assemble.unrolled(config(), deep)
+    assert assemble.unrolled(config(), ARCH)
+    assert not assemble.unrolled(config(), deep)
     assert not assemble.unrolled(config(model__scan_layers="on"), ARCH)
     assert assemble.unrolled(config(model__scan_layers="off"), deep)
 

@@ -22,7 +22,8 @@ def in_zigzag(
     """([rows, t, ...] arrays with their tokens in zig-zag order, `source` pointing to where they lie)."""
     length = next(x.shape[1] for x in by_token.values() if x is not None)
     order = zigzag(length, placement.layout.cp)
-    return {name: None if x is None else x[:, order] for name, x in by_token.items()}, jnp.asarray(places(order))[source]
+    moved = {name: None if x is None else x[:, order] for name, x in by_token.items()}
+    return moved, jnp.asarray(places(order))[source]
 
 
 def sharded_token_stats(

@@ -85,7 +85,7 @@ def test_a_traced_temperature_is_refused():
         ),
         ({"hidden": jnp.ones((1, 3, 4))}, r"hidden \(1, 3, 4\).*flatten the batch"),
         ({"hidden": jnp.ones((0, 4)), "targets": jnp.zeros(0, jnp.int32)}, "do not call for an empty batch"),
-        ({"hidden": jnp.ones((3, 4), jnp.float16)}, "hidden is float16; it must be float32, bfloat16 or float64: cast it"),
+        ({"hidden": jnp.ones((3, 4), jnp.float16)}, "hidden is float16; it must be float32, bfloat16 or float64: cast"),
         ({"head": jnp.ones((5, 4), jnp.int32)}, "head is int32; it must be"),
         ({"precision": "fp32"}, "precision='fp32' is unknown; nearest: 'float32', all: 'bfloat16'"),
         ({"precision": 32}, "precision=32 is a int, not a string: one of 'bfloat16'"),

@@ -123,5 +123,5 @@ def test_the_dense_definition_has_the_precisions_that_are_number_formats():
 
 
 def test_float64_needs_the_types_of_64_bits():
-    with pytest.raises(ValueError, match="run inside jax.enable_x64"):
+    with pytest.raises(ValueError, match="needs jax's 64-bit types"):
         token_stats(*make_case(), precision="float64")

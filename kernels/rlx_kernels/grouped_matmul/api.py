@@ -33,10 +33,10 @@ def grouped_matmul(
 ) -> Float[Array, "rows out"]:
     """Rows of x times the matrix of their group: the first group_sizes[0] with weights[0], the next with weights[1] ...
 
-    Groups may be empty. Rows after the last group give zeros and get zero gradients. Sums accumulate in float32 (float64
-    where the inputs are) and are returned in x's dtype, and products of float32 are exact to float32 on every backend; differentiable (reverse mode,
-    once) in `x` and `weights`. Sizes are traced, so none is refused: rows beyond T are ignored, negative sizes count
-    as 0. What rows of no group and their cotangents hold, NaN too, does not matter.
+    Groups may be empty. Rows after the last group give zeros and get zero gradients. Sums accumulate in float32, or in
+    float64 where the inputs are, and are returned in x's dtype, and products of float32 are exact to float32 on every
+    backend; differentiable (reverse mode, once) in `x` and `weights`. Sizes are traced, so none is refused: rows beyond
+    T are ignored, negative sizes count as 0. What rows of no group and their cotangents hold, NaN too, does not matter.
 
     `implementation` is "xla" (blocks of rows, exact, on any backend), "tokamax" (kernels for GPU and TPU), "ragged_dot"
     (`jax.lax.ragged_dot`: native on a TPU; elsewhere XLA makes it a masked product of all rows for each group),

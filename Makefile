@@ -75,8 +75,8 @@ test:  ## fast tests, then slow tests
 test-fast: $(STAMP)  ## tests of a few seconds at most, in two processes
 	$(BIN)/python $(PYTEST) 'not slow and not sglang and not exhaustive' -n $(JOBS) $(ARGS)
 
-test-slow: $(STAMP)  ## the others, one after the other
-	$(BIN)/python $(PYTEST) 'slow and not sglang' $(ARGS)
+test-slow: $(STAMP)  ## the others, also in two
+	$(BIN)/python $(PYTEST) 'slow and not sglang' -n $(JOBS) $(ARGS)
 
 test-all: test test-jax-latest  ## test, the fast tests on the newest jax, every layout of every kind of model
 	$(BIN)/python $(PYTEST) exhaustive $(ARGS)

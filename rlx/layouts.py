@@ -127,7 +127,7 @@ def drawn(specs: Params, seed: int, dtype: str) -> Params:
         inputs = spec.shape[-2] if len(spec.shape) > 1 and spec.axes[0] != "vocab" else 100
         return noise * np.float32(min(inputs, 400) ** -0.5)
 
-    return structure.unflatten(jnp.asarray(draw(spec), dtype) for spec in leaves)
+    return jax.tree.unflatten(structure, [jnp.asarray(draw(spec), dtype) for spec in leaves])
 
 
 def drawn_batch(arch: Architecture, rows: int, tokens: int, head_size: int, share: bool) -> MicroBatch:
@@ -164,10 +164,11 @@ def run(case: Case, placement: Placement | None) -> Outcome:
     step = dataclasses.replace(case.config, placement=placement)
     total: Total = jax.jit(partial(slice_gradient, step))(trainable, frozen, case.batch)
     optimizer = make_optimizer(case.learner.learner)
-    counters = (jnp.zeros((), jnp.int32) for _ in range(3))
+    version, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
     before = _numpy(trainable)
     gradient = _numpy(total[1])
-    state, _, _ = apply(optimizer, LearnerState(*counters, trainable, optimizer.init(trainable)), total)
+    state = LearnerState(version, skipped, in_row, trainable, optimizer.init(trainable))
+    state, _, _ = apply(optimizer, state, total)
     change = {name: new - before[name] for name, new in _numpy(state.trainable).items()}
     tokens = max(int(case.batch.mask.sum()), 1)
     scale = float(jnp.abs(case.batch.advantages * case.batch.mask).sum()) / tokens

@@ -58,7 +58,7 @@ def main():
                 send(group, device, **command)
             else:
                 raise ValueError(f"no operation {operation!r}")
-            answer = {"ok": True}
+            answer: dict[str, object] = {"ok": True}
         except Exception as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -144,7 +144,7 @@ def _laid_out(config: StepConfig, batch: MicroBatch) -> MicroBatch:
         return batch
     by_token = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "prefix_ids", "routes")}
     by_token, source = in_zigzag(config.placement, by_token, batch.source)
-    return batch.replace(source=source, **by_token)
+    return dataclasses.replace(batch, source=source, **by_token)
 
 
 def slice_gradient(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:

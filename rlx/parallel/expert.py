@@ -72,7 +72,7 @@ def run(
 
     def backward(kept: tuple, cotangents: tuple[Array, Array]) -> tuple[PyTree[Array], Array, Array, None]:
         def pulled(parameters: PyTree[Array], x: Array, gains: Array, choices: Array, d_y: Array) -> tuple:
-            _, pull = jax.vjp(lambda *given: local(*given, choices)[0], parameters, x, gains)
+            _, pull = jax.vjp(lambda p, x, g: local(p, x, g, choices)[0], parameters, x, gains)
             d_parameters, *others = pull(d_y)
             return _summed(d_parameters, partitions, tokens), *others
 

@@ -91,8 +91,9 @@ def delta_rule_step(
     Raises:
       ValueError: arguments that do not fit each other.
     """
-    one = [x[:, None] if x.ndim else x for x in (query, key, value, decay, beta)]
-    arguments = check_arguments(*one, jnp.ones((query.shape[0], 1), jnp.int32), state)
+    query, key, value, decay, beta = (x[:, None] if x.ndim else x for x in (query, key, value, decay, beta))
+    begun = jnp.ones((query.shape[0], 1), jnp.int32)
+    arguments = check_arguments(query, key, value, decay, beta, begun, state)
     query, key, value, decay, beta = (x[:, 0] for x in arguments.of_tokens)
     out, state = reference.step(query, key, value, decay, beta[..., 0], arguments.state)
     return Recurrent(out.astype(arguments.dtype), state)

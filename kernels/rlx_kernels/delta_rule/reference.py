@@ -20,9 +20,9 @@ def delta_rule(
     """`rlx_kernels.delta_rule.delta_rule` of checked arguments of one float dtype; `channels` is 1 or key_width."""
 
     def body(state, xs):
-        begins, *token = xs
+        begins, query, key, value, decay, beta = xs
         state = jnp.where(begins[:, None, None, None], 0, state)
-        out, state = step(*token, state)
+        out, state = step(query, key, value, decay, beta, state)
         return state, out
 
     begins = _begins(ordinal)

@@ -22,12 +22,13 @@ from rlx_kernels.logprob import Precision, token_stats
 from rlx.algos.aggregation import weights_of_slice
 from rlx.algos.objective import Metrics, Targets, objective
 from rlx.config.objective import ObjectiveConfig
-from rlx.learner.placed import in_zigzag, sharded_token_stats
+from rlx.learner.head import sharded_token_stats
 from rlx.learner.routing import NO_LOSSES, RouterLosses, with_routing
 from rlx.learner.state import LearnerState
 from rlx.models.placed import keeps_order
 from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import Remat, forward_routed, head_matrix
+from rlx.parallel.context import places, zigzag
 from rlx.parallel.mesh import Placement
 
 # Loss, gradient and metric sums.
@@ -142,9 +143,17 @@ def _laid_out(config: StepConfig, batch: MicroBatch) -> MicroBatch:
     """Rows with their tokens in the order in which devices hold them."""
     if config.placement is None or keeps_order(config.arch):
         return batch
-    by_token = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "prefix_ids", "routes")}
-    by_token, source = in_zigzag(config.placement, by_token, batch.source)
-    return dataclasses.replace(batch, source=source, **by_token)
+    order = zigzag(batch.tokens.shape[1], config.placement.layout.cp)
+    moved = lambda x: x[:, order]  # noqa: E731
+    return dataclasses.replace(
+        batch,
+        tokens=moved(batch.tokens),
+        positions=moved(batch.positions),
+        segment_ids=moved(batch.segment_ids),
+        prefix_ids=moved(batch.prefix_ids),
+        routes=None if batch.routes is None else moved(batch.routes),
+        source=jnp.asarray(places(order))[batch.source],
+    )
 
 
 def slice_gradient(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:

@@ -1,4 +1,4 @@
-"""An update's micro-batch on a mesh: rows over dp and stages, tokens over cp, the vocabulary over tp."""
+"""The output head on a mesh: tokens over dp, cp and stages, the vocabulary over tp."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from rlx_kernels.logprob import Precision, TokenStats, token_stats
 
-from rlx.parallel.context import places, zigzag
 from rlx.parallel.layout import AXES
 from rlx.parallel.mesh import Placement
 
 # Tokens of the head are cut over all that is not the vocabulary's; each stage of a pipeline takes a share.
 TOKENS = tuple(axis for axis in AXES if axis != "tp")
-
-
-def in_zigzag(
-    placement: Placement, by_token: dict[str, Array | None], source: Int[Array, "rows n"]
-) -> tuple[dict[str, Array | None], Int[Array, "rows n"]]:
-    """([rows, t, ...] arrays with their tokens in zig-zag order, `source` pointing to where they lie)."""
-    length = next(x.shape[1] for x in by_token.values() if x is not None)
-    order = zigzag(length, placement.layout.cp)
-    moved = {name: None if x is None else x[:, order] for name, x in by_token.items()}
-    return moved, jnp.asarray(places(order))[source]
 
 
 def sharded_token_stats(

@@ -211,7 +211,8 @@ def _lora(config: Config) -> list[str]:
     targets = config.lora.targets
     problems = []
     for i, name in enumerate(targets):
-        if name.isidentifier() and name not in LINEAR_LAYERS:  # what a pattern means depends on the model
+        # What a pattern means depends on the model; names with a comma between them are none.
+        if (name.isidentifier() or "," in name) and name not in LINEAR_LAYERS:
             close = nearest(name, LINEAR_LAYERS)
             hint = f"; the nearest is {close!r}" if close else ""
             problems.append(_said(f"lora.targets[{i}]", name, f"must be one of {', '.join(LINEAR_LAYERS)}{hint}"))

@@ -188,8 +188,8 @@ FAMILIES: dict[str, tuple[Family, list[tuple[int, ...]]]] = {
     "logprob": (logprob_cases, [(2048, 256, 32768), (1024, 576, 49152)]),
     "attention": (attention_cases, [(1024, 9, 3, 64)]),
     "grouped_matmul": (grouped_matmul_cases, [(2048, 256, 512, 8)]),
-    "delta_rule": (delta_rule_cases, [(2048, 8, 64, 64)]),
-    "delta_rule_channels": (functools.partial(delta_rule_cases, channels=True), [(2048, 8, 64, 64)]),
+    "delta_rule": (delta_rule_cases, [(2048, 8, 128, 128)]),
+    "delta_rule_channels": (functools.partial(delta_rule_cases, channels=True), [(2048, 8, 128, 128)]),
 }
 
 

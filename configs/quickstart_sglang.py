@@ -21,6 +21,7 @@ def get_config(variant: str = "") -> ConfigDict:
     c.inference.count = 1
     c.inference.device = "cpu"
     c.inference.distributed_backend = "gloo"
+    c.inference.health_timeout_s = 120.0  # a step of a full batch may take a busy CPU half a minute
     if variant == "full":
         c.lora.rank = 0
         c.learner.learning_rate = 2e-5

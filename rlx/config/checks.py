@@ -201,10 +201,9 @@ def _model(config: Config) -> list[str]:
 
 
 def _experts(config: Config) -> list[str]:
-    if config.model.balance_packing and not config.model.replay_routes:
-        demand = "balances by the routes that engines record; set config.model.replay_routes = True too"
-        return [_said("model.balance_packing", True, demand)]
-    return []
+    demand = "balances by the routes that engines record; set config.model.replay_routes = True too"
+    wrong = config.model.balance_packing and not config.model.replay_routes
+    return [_said("model.balance_packing", True, demand)] if wrong else []
 
 
 def _lora(config: Config) -> list[str]:

@@ -30,8 +30,8 @@ def make_state(seed=0, lora=LORA, learner=LEARNER):
     state = init_state(ARCH, lora, tiny_model.params(), make_optimizer(learner), jax.random.key(0))
     rng = np.random.default_rng(seed)
     drawn = jax.tree.map(lambda x: jnp.asarray(9 * rng.normal(size=x.shape), x.dtype), state)
-    odd = drawn.trainable["q_proj"]["a"].at[0, 0].set(jnp.array([jnp.nan, jnp.inf, -0.0]))
-    return drawn.replace(trainable={**drawn.trainable, "q_proj": {**drawn.trainable["q_proj"], "a": odd}})
+    odd = jnp.array([jnp.nan, jnp.inf, -0.0])
+    return drawn.replace(trainable=jax.tree.map(lambda x: x.at[0, 0, :3].set(odd), drawn.trainable))
 
 
 def assert_identical(got, wanted):

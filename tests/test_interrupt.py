@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from rlx.interrupt import Preempted, Preemption
+from rlx.rollout.engine import EngineError, raise_if_cancelled
 from tests import tiny_model
 from tests.rollout.serving import ask, make_engine
 from tests.tiny_model import ARCH
@@ -144,7 +145,11 @@ def test_a_signal_while_an_engine_decodes():
         while not engine.stats.new_tokens:
             await asyncio.sleep(0)
         terminate()
-        return await request
+        try:
+            return await request
+        except EngineError as error:
+            raise_if_cancelled(error)
+            raise
 
     with Preemption() as preemption, pytest.raises(Preempted):
         preemption.run(work())

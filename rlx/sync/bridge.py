@@ -111,7 +111,9 @@ class Bridge:
             return self._on_gpu[1]
 
     async def close(self) -> None:
+        """Engines keep what they have loaded; the staged versions are removed."""
         await asyncio.gather(*(link.transport.forget() for link in self._links))
+        await asyncio.to_thread(prune, self.staging.directory, set(), 0)
 
     def tidy(self) -> None:
         """Remove what no engine needs. While one has not loaded yet, it may serve any of them: nothing is removed."""

@@ -35,10 +35,12 @@ from rlx.rollout.sglang_http import SglangHttp
 from rlx.rollout.sglang_requests import adapter_name, new_rid, score_body
 from rlx.rollout.sglang_responses import parse_score
 from rlx.sync.manifest import StagingError
+from rlx.sync.staging import prune
 from rlx.sync.tensors import Leaves, check_finite
 from rlx.sync.torch_pickle import tensors_by_name
 
 Send = Literal["disk", "tensor"]
+CLOSE_S = 30.0  # for a server to unload what it has of a run that ends
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +74,8 @@ class AdapterBridge:
       directory: for the adapters, theirs alone; with send = "disk" on a file system that the engines share.
       base_path: what the adapter was trained on, and the engines serve.
       keep: adapters that stay loaded, and on the disk, for the requests that began with them.
+      ranks: of an engine; with send = "tensor" each gets a copy.
+      timeout_s: for an engine to load an adapter, and again to answer the probe.
     """
 
     def __init__(
@@ -84,16 +88,21 @@ class AdapterBridge:
         *,
         probe: Probe | None,
         keep: int = 8,
+        ranks: int = 1,
+        timeout_s: float = 600.0,
     ):
         self.directory, self.arch, self.config, self.base_path = directory, arch, config, base_path
         self.send, self.probe, self.keep = send, probe, keep
+        self.ranks, self.timeout_s = ranks, timeout_s
+        self._links: list[AdapterLink] = []
         self._staging = asyncio.Lock()
         self._staged: tuple[StagedAdapter, Leaves] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def link(self) -> AdapterLink:
         """The loader of one engine (`rlx.rollout.sglang.Loader`)."""
-        return AdapterLink(self)
+        self._links.append(AdapterLink(self))
+        return self._links[-1]
 
     async def prepare(self, weights: Any, version: int) -> StagedAdapter:
         """`weights` as a directory; no engine is touched. Raises StagingError, OSError."""
@@ -105,8 +114,9 @@ class AdapterBridge:
             return self._staged[0]
 
     async def close(self) -> None:
-        """Nothing outlasts a delivery."""
-        return
+        """No adapter stays loaded on a server that answers, and none on the disk."""
+        await asyncio.gather(*(link.close() for link in self._links))
+        await asyncio.to_thread(prune, self.directory, set(), 0, "a*")
 
     def _stage(self, adapter: Params, version: int) -> StagedAdapter:
         check_finite(traverse_util.flatten_dict(adapter, sep="/"))
@@ -117,8 +127,7 @@ class AdapterBridge:
             save_adapter(path, self.arch, jax.device_get(adapter), self.config, self.base_path)
         except (ValueError, KeyError) as error:
             raise StagingError(f"the adapter is not one of this model and these settings: {error}") from error
-        for old in sorted(self.directory.glob("a*"))[: -self.keep - 1]:
-            shutil.rmtree(old)
+        prune(self.directory, {path}, self.keep + 1, "a*")
         expected = tuple(self.probe.expected(adapter)) if self.probe else ()
         return StagedAdapter(path, version, file_checksums(path), expected)
 
@@ -132,6 +141,7 @@ class AdapterLink:
         self._count = itertools.count()
         self._loaded: deque[str] = deque()  # oldest first
         self._unloading: asyncio.Task[None] | None = None
+        self._http: SglangHttp | None = None
 
     async def __call__(self, http: SglangHttp, weights: Any, version: int, /) -> str:
         """The name that requests must give. Raises EngineError where the engine does not have the adapter."""
@@ -140,11 +150,12 @@ class AdapterLink:
             await asyncio.to_thread(check_adapter_files, staged)
         except (StagingError, OSError) as error:
             raise EngineError(f"version {version} is not published: {error}", reason="staging") from error
-        name = f"{adapter_name(version)}-{self._token}{next(self._count)}"
-        await http.command(*_command(self.bridge.send, staged, name))
+        name, self._http = f"{adapter_name(version)}-{self._token}{next(self._count)}", http
+        path, body = await asyncio.to_thread(_command, self.bridge.send, staged, name, self.bridge.ranks)
+        await http.command(path, body, timeout_s=self.bridge.timeout_s)
         try:
             if self.bridge.probe is not None:
-                await check_probe(http, name, self.bridge.probe, staged.expected)
+                await check_probe(http, name, self.bridge.probe, staged.expected, self.bridge.timeout_s)
         except BaseException:
             with contextlib.suppress(EngineError):
                 await _unload(http, name)
@@ -152,6 +163,17 @@ class AdapterLink:
         self._loaded.append(name)
         self._retire(http)
         return name
+
+    async def close(self) -> None:
+        """Unload what is loaded. Requests under it have ended; a server that does not answer is left alone."""
+        if self._http is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                if self._unloading is not None:
+                    await self._unloading
+                while self._loaded:
+                    await self._unload_oldest(self._http)
 
     def _retire(self, http: SglangHttp) -> None:
         """Unload the oldest adapter beyond `keep`. It waits for the adapter's requests, so nobody waits for it."""
@@ -163,7 +185,7 @@ class AdapterLink:
             await _unload(http, self._loaded.popleft())
 
 
-def _command(send: Send, staged: StagedAdapter, name: str) -> tuple[str, Mapping[str, Any]]:
+def _command(send: Send, staged: StagedAdapter, name: str, ranks: int) -> tuple[str, Mapping[str, Any]]:
     if send == "disk":
         return "/load_lora_adapter", {"lora_name": name, "lora_path": str(staged.path.resolve())}
     content = (staged.path / WEIGHTS_FILE).read_bytes()
@@ -176,7 +198,7 @@ def _command(send: Send, staged: StagedAdapter, name: str) -> tuple[str, Mapping
     return "/load_lora_adapter_from_tensors", {
         "lora_name": name,
         "config_dict": config,
-        "serialized_named_tensors": [body],
+        "serialized_named_tensors": [body] * ranks,
     }
 
 
@@ -195,11 +217,13 @@ def check_adapter_files(staged: StagedAdapter) -> None:
         raise StagingError(f"{staged.path}: {', '.join(changed)} changed since version {staged.version} was staged")
 
 
-async def check_probe(http: SglangHttp, name: str, probe: Probe, expected: Sequence[np.ndarray]) -> None:
+async def check_probe(
+    http: SglangHttp, name: str, probe: Probe, expected: Sequence[np.ndarray], timeout_s: float
+) -> None:
     """Raises EngineError where the engine's log-probs under the adapter are not the trainer's."""
     rids = [new_rid() for _ in probe.sequences]
     bodies = [score_body(tokens, 1, rid, 0, name) for tokens, rid in zip(probe.sequences, rids, strict=True)]
-    answers = await asyncio.gather(*(http.post("/generate", body, timeout_s=600.0) for body in bodies))
+    answers = await asyncio.gather(*(http.post("/generate", body, timeout_s=timeout_s) for body in bodies))
     scored = [
         parse_score(answer, tokens, 1, 0, probe.vocab_size, rid).logprobs
         for answer, tokens, rid in zip(answers, probe.sequences, rids, strict=True)

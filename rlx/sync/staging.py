@@ -161,13 +161,13 @@ def _only(tensors: Iterator[tuple[str, Any]], names: set[str]) -> Iterator[tuple
     return ((name, array) for name, array in tensors if name in names)
 
 
-def prune(directory: Path, needed: set[Path], keep: int) -> list[Path]:
+def prune(directory: Path, needed: set[Path], keep: int, named: str = "v*") -> list[Path]:
     """Removes versions that are neither `needed` nor among the `keep` written last; returns them.
 
     Files that a newer version shares stay: they are linked.
     """
     # By age, not by version: a run that was resumed from an older checkpoint has written higher ones before.
-    versions = sorted((path for path in directory.glob("v*") if path.is_dir()), key=lambda p: p.stat().st_mtime_ns)
+    versions = sorted((path for path in directory.glob(named) if path.is_dir()), key=lambda p: p.stat().st_mtime_ns)
     old = [path for path in versions[: max(0, len(versions) - keep)] if path not in needed]
     for path in old:
         shutil.rmtree(path)

@@ -30,7 +30,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from rlx import assemble, cli
-from rlx.audit_engine import EngineAudit, audit_engine
+from rlx.audit_engine import EngineAudit, Reference, audit_engine
 from rlx.audit_samples import audit_samples, read_drawn
 from rlx.checkpoint import Checkpoints
 from rlx.config.errors import ConfigError
@@ -142,7 +142,8 @@ async def ask_engine(arguments: argparse.Namespace) -> EngineAudit:
     engine = SglangEngine(server, SglangOptions(limits, parse_processes=0), _nothing, adapter=arguments.adapter)
     try:
         texts = texts_of(arguments.texts, directory, min((await engine.served()).input_limit - 1, limits.context))
-        return await audit_engine(engine, published, initial, texts, adapter=arguments.adapter is not None)
+        reference = Reference(published, initial, texts)
+        return await audit_engine(engine, reference, adapter=arguments.adapter is not None)
     finally:
         await engine.close()
 

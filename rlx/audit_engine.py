@@ -6,9 +6,11 @@ to the one that training began with?
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import numpy as np
 
 from rlx.metrics.attribution import TOLERANCE
 from rlx.models.hf import to_hf
+from rlx.models.hf_names import hf_tensors
 from rlx.probing import Policy, logprobs
 from rlx.rollout.sglang import SglangEngine
 from rlx.rollout.sglang_requests import version_label
@@ -54,37 +57,52 @@ class EngineAudit:
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reference:
+    """What engines should serve. Its properties are worked out once, and take a while: not on an event loop.
+
+    Args:
+      published: in the type that engines serve. Its version, where it has one, is compared with an engine's label.
+      initial: version 0; None where it is not known.
+      texts: token ids, int32 [N] each, N >= 2.
+    """
+
+    published: Policy
+    initial: Policy | None
+    texts: Sequence[np.ndarray]
+
+    @cached_property
+    def logprobs(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Of the texts' tokens after the first, one text after the other: under `published`, under `initial`."""
+        wanted = np.concatenate([logprobs(self.published, text) for text in self.texts])
+        if self.initial is None:
+            return wanted, None
+        return wanted, np.concatenate([logprobs(self.initial, text) for text in self.texts])
+
+    @cached_property
+    def checksums(self) -> Mapping[str, str]:
+        """See `served_checksums`."""
+        return served_checksums(self.published)
+
+
 class AuditFailed(RuntimeError):
     """An engine that does not serve what it should; the message says what is wrong."""
 
 
-async def audit_engine(
-    engine: SglangEngine,
-    published: Policy,
-    initial: Policy | None,
-    texts: Sequence[np.ndarray],
-    *,
-    adapter: bool = False,
-    checksums: bool = True,
-) -> EngineAudit:
+async def audit_engine(engine: SglangEngine, reference: Reference, *, adapter: bool = False) -> EngineAudit:
     """Compares an engine, in service or paused for nothing, with the weights that it should have.
 
     Args:
-      published: in the type that the engine serves. Its version, where it has one, is compared with the engine's label.
-      initial: version 0; None where it is not known.
-      texts: token ids, int32 [N] each, N >= 2.
       adapter: the engine serves the version as a LoRA adapter, so that its own tensors are the base model's.
     Raises:
       EngineError: it cannot be asked. ValueError: weights that do not fit the model.
     """
-    served = await engine.served()
-    reason = "" if checksums else "it was not asked for"
-    reason = "the version is an adapter beside the engine's own tensors" if adapter else reason
+    published, served = reference.published, await engine.served()
+    reason = "the version is an adapter beside the engine's own tensors" if adapter else ""
     reason = reason or await _incomparable(engine, published)
-    names = _Names((), (), (), 0) if reason else await _compare(engine, published)
-    found = np.concatenate([scored.logprobs for scored in await engine.score(texts, 1)])
-    wanted = np.concatenate([logprobs(published, text) for text in texts])
-    start = None if initial is None else np.concatenate([logprobs(initial, text) for text in texts])
+    names = _Names((), (), (), 0) if reason else await _compare(engine, reference)
+    found = np.concatenate([scored.logprobs for scored in await engine.score(reference.texts, 1)])
+    wanted, start = await asyncio.to_thread(lambda: reference.logprobs)
     tolerance = TOLERANCE[published.dtype]
     distance = float(np.abs(found - wanted).mean())
     to_initial = None if start is None else float(np.abs(found - start).mean())
@@ -118,17 +136,6 @@ async def audit_engine(
     )
 
 
-async def audit_fleet(
-    engines: Sequence[SglangEngine], published: Policy, initial: Policy | None, texts: Sequence[np.ndarray]
-) -> list[EngineAudit]:
-    """`audit_engine` of one after the other. Raises AuditFailed for the first that does not serve what it should."""
-    audits = []
-    for engine in engines:
-        audits.append(await audit_engine(engine, published, initial, texts))
-        check(audits[-1])
-    return audits
-
-
 async def audit_start(engine: SglangEngine, load: Callable[[], Awaitable[object]]) -> int:
     """Does every tensor arrive? Overwrites the weights of an idle engine with noise, loads, compares; how many tensors.
 
@@ -159,8 +166,8 @@ class _Names:
     compared: int
 
 
-async def _compare(engine: SglangEngine, published: Policy) -> _Names:
-    expected, found = served_checksums(published), await engine.checksums()
+async def _compare(engine: SglangEngine, reference: Reference) -> _Names:
+    expected, found = await asyncio.to_thread(lambda: reference.checksums), await engine.checksums()
     both = expected.keys() & found.keys()
     return _Names(
         missing=tuple(sorted(expected.keys() - found.keys())),
@@ -200,7 +207,7 @@ async def _incomparable(engine: SglangEngine, published: Policy) -> str:
     dtype = info.get("dtype")
     if dtype not in ("auto", published.dtype):
         return f"the server computes in {dtype}, the checkpoint was read as {published.dtype}"
-    return served_layout_unsupported_reason(name for name, _ in to_hf(published.arch, published.params)) or ""
+    return served_layout_unsupported_reason(hf_tensors(published.arch)) or ""
 
 
 def _nearer(

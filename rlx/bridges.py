@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,14 @@ import numpy as np
 
 from rlx import assemble
 from rlx.audit import texts_of
-from rlx.audit_engine import WORST, audit_engine, audit_start, check
+from rlx.audit_engine import WORST, Reference, audit_engine, audit_start, check
 from rlx.config.schema import Config
 from rlx.metrics.attribution import TOLERANCE
 from rlx.models import hf
 from rlx.models.spec import Params
 from rlx.probing import Policy, logprobs
+from rlx.rollout.engine import EngineError
+from rlx.rollout.fleet import Fleet
 from rlx.rollout.sglang import SglangEngine
 from rlx.sync.bridge import Bridge, Link
 from rlx.sync.disk import Disk
@@ -47,7 +49,16 @@ def make_bridge(config: Config, model: assemble.Model, directory: Path) -> Bridg
     )
     if publishes_adapter(config):
         send: Send = "disk" if inference.transport == "disk" else "tensor"
-        return AdapterBridge(place, model.arch, config.lora, config.model.path, send, probe=_probe(config, model))
+        return AdapterBridge(
+            place,
+            model.arch,
+            config.lora,
+            config.model.path,
+            send,
+            probe=_probe(config, model),
+            ranks=inference.tensor_parallel,
+            timeout_s=config.producer.load_timeout_s,
+        )
     staging = Staging(
         place,
         model.arch,
@@ -66,17 +77,11 @@ def _transport(config: Config) -> Disk | Tensor | Distributed:
         return Tensor(inference.tensor_parallel, limit)
     options = GroupOptions(
         python=inference.python,
-        address=_own_address() if inference.addresses else "127.0.0.1",
         backend=inference.distributed_backend,
         ranks=inference.tensor_parallel,
         timeout_s=limit,
     )
     return Distributed(options)
-
-
-def _own_address() -> str:
-    """Of this machine, as others reach it."""
-    return socket.gethostbyname(socket.gethostname())
 
 
 # ---------------------------------------------------------------------------------------------------------------- audit
@@ -97,18 +102,40 @@ def _probe(config: Config, model: assemble.Model) -> Probe:
 
 
 async def audit(
-    config: Config, model: assemble.Model, engines: Sequence[SglangEngine], trainable: Params, version: int
+    config: Config,
+    model: assemble.Model,
+    fleet: Fleet,
+    engines: Sequence[SglangEngine],
+    trainable: Params,
+    version: int,
 ) -> None:
-    """Raises AuditFailed where an engine does not serve this state as `version`, or rather serves the base model."""
+    """Raises AuditFailed where an engine does not serve this state as `version`, or rather serves the base model.
+
+    One that cannot be asked is ejected, as everywhere else.
+    """
+    reference = await asyncio.to_thread(_reference, config, model, trainable, version)
+    for engine in engines:
+        # Behind a router the one member stands for all of them.
+        member = next((m for m in fleet.members if m.engine.name == engine.name), fleet.members[0])
+        loads = len(member.versions)
+        try:
+            found = await audit_engine(engine, reference, adapter=publishes_adapter(config))
+        except EngineError as error:
+            fleet.eject(member, "audit", str(error))
+            continue
+        # One that was started again meanwhile has yet to be given the weights.
+        if member.in_service and len(member.versions) == loads:
+            check(found)
+
+
+def _reference(config: Config, model: assemble.Model, trainable: Params, version: int) -> Reference:
     policy = assemble.policy_params(config, model, trainable)
     known = Policy("published", model.arch, policy, version)
     # A run that trains every parameter keeps none beside them.
     params = model.params or jax.tree.map(
         jnp.asarray, hf.load_params(config.model.path, model.arch, config.model.dtype)
     )
-    base = Policy("base", model.arch, params, 0)
-    for engine in engines:
-        check(await audit_engine(engine, known, base, audit_texts(config), adapter=publishes_adapter(config)))
+    return Reference(known, Policy("base", model.arch, params, 0), audit_texts(config))
 
 
 async def audit_transport(

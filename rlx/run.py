@@ -111,16 +111,26 @@ class Run:
         """What engines should be given now."""
         return bridges.published(self.config, self.model, self.state.trainable)
 
-    @property
-    def audit_is_due(self) -> bool:
-        every = self.config.audit.every
-        return bool(every) and self.version % every == 0
+    def publish(self, feed: Feed, since: int) -> None:
+        """Engines serve what an update made of version `since`: nothing new where it was not finite."""
+        if self.version > since:
+            with self.timers("publish"):
+                feed.publish(self.policy(), self.version)
 
-    def audit(self) -> None:
-        """Raises AuditFailed where a server in service does not serve the version that was published last."""
-        self.preemption.finish(self.serving.publisher.settled())
-        engines = self.serving.served()
-        self.preemption.finish(bridges.audit(self.config, self.model, engines, self.state.trainable, self.version))
+    def audit(self, since: int) -> None:
+        """Where one is due after an update of version `since`.
+
+        Raises AuditFailed where a server in service does not serve the version that was published last.
+        """
+        every = self.config.audit.every
+        if self.version > since and every and self.version % every == 0:
+            with self.timers("audit"):
+                self.preemption.finish(self._audit())
+
+    async def _audit(self) -> None:
+        serving, trainable = self.serving, self.state.trainable
+        await serving.publisher.settled()
+        await bridges.audit(self.config, self.model, serving.fleet, serving.served(), trainable, self.version)
 
     @property
     def resumed(self) -> bool:

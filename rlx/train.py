@@ -91,13 +91,17 @@ def train(config: Config) -> dict[str, Any]:
                     batch = rollout(run, feed)
                     # Nothing interrupts from here to the next whole moment: the state is that of the next update
                     # already.
-                    whole = None
+                    whole, version = None, run.version
                     packed = select(run, batch)
                     scores = score_shown(run, batch.groups)
                     learned = learn(run, feed, batch, packed)
                     run.progress.update += 1
-                    report(run, feed, batch, packed, learned, scores, compiled=run.compilations.count > compiled)
-                    whole = whole_moment(run, feed)
+                    try:
+                        run.publish(feed, version)
+                    finally:  # what was learned is recorded and saved, whether it could be published or not
+                        report(run, feed, batch, packed, learned, scores, compiled=run.compilations.count > compiled)
+                        whole = whole_moment(run, feed)
+                    run.audit(version)
                     stop_where_hopeless(run, batch.groups)
                     # The last one is saved with the evaluation that follows it.
                     last = run.progress.update == config.learner.updates
@@ -147,7 +151,7 @@ def select(run: Run, batch: Batch) -> PackedBatch:
 
 
 def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, float]:
-    """One optimizer update, published to the engine. Weights of an update that was not finite never existed."""
+    """One optimizer update. Weights of one that was not finite never existed."""
     if not batch.samples:
         feed.done(batch, applied=False)
         return {}
@@ -158,14 +162,7 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
             run.step, run.optimizer, run.state, run.model.params, assemble.device_batch(packed)
         )
         scalars, sums = jax.device_get((scalars, sums))
-    applied = bool(scalars["finite"])
-    feed.done(batch, applied)
-    if applied:
-        with run.timers("publish"):
-            feed.publish(run.policy(), run.version)
-        if run.audit_is_due:
-            with run.timers("audit"):
-                run.audit()
+    feed.done(batch, bool(scalars["finite"]))
     limit = run.config.learner.max_grad_norm or np.inf
     return (
         sums.values()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import shutil
 
@@ -11,9 +12,12 @@ from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlx import train as training
+from rlx.audit_engine import AuditFailed
 from rlx.config.parse import parse
+from rlx.feed import Synchronous
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.names import find_metric
+from rlx.run import Run
 from rlx.train import TrainingStopped, train
 from tests import tiny_run
 
@@ -237,6 +241,31 @@ def test_updates_that_are_not_finite_stop_the_run(recipe, monkeypatch):
     assert [r["optimizer/skipped_updates"] for r in skipped] == [1, 2]
     assert skipped[-1]["ledger/samples_failed_nonfinite_update"] == 2 * 32
     assert skipped[-1]["ledger/samples_trained"] == 0
+
+
+@pytest.mark.parametrize(
+    "owner, attribute, error",
+    [(Synchronous, "publish", OSError("no space left")), (Run, "audit", AuditFailed("another version"))],
+)
+def test_an_update_is_not_lost_where_it_cannot_be_published(recipe, monkeypatch, owner, attribute, error):
+    """Nor where it is published and an engine serves something else. The run ends, and the next one goes on with it."""
+    calls, name, call = itertools.count(1), f"unpublished_{attribute}", getattr(owner, attribute)
+    config = tiny_run.config(recipe, run__name=name, learner__updates=3, checkpoint__every=9)
+
+    def failing(*arguments):
+        if next(calls) == 2:
+            raise error
+        return call(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, failing)
+        with pytest.raises(type(error)):
+            train(config)
+    _, restored = tiny_run.newest_checkpoint(config)
+    assert (restored.step, int(restored.state.version)) == (2, 2)
+    assert train(config)["version"] == 3
+    records = tiny_run.records(recipe.parent / "runs" / name / "metrics.jsonl")
+    assert [r["update"] for r in records if "policy/loss" in r] == [1, 2, 3]
 
 
 @pytest.mark.slow

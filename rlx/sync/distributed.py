@@ -17,6 +17,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlx.rollout.engine import EngineError
 from rlx.rollout.sglang_http import SglangHttp
@@ -31,10 +32,9 @@ _GROUPS = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class GroupOptions:
-    """python: of the engines' environment. address: of this machine, as the engines reach it. ranks: of the engine."""
+    """python: of the engines' environment, on this machine. ranks: of the engine."""
 
     python: str
-    address: str = "127.0.0.1"
     backend: str = "gloo"
     ranks: int = 1
     join_timeout_s: float = 120.0
@@ -83,10 +83,11 @@ class Distributed:
 
     async def _join(self, http: SglangHttp, sender: _Sender) -> None:
         options = self.options
-        self._group, port = f"rlx-{os.getpid()}-{next(_GROUPS)}", _free_port(options.address)
+        address = await asyncio.to_thread(own_address, http.server.url)
+        self._group, port = f"rlx-{os.getpid()}-{next(_GROUPS)}", _free_port(address)
         world = 1 + options.ranks
         command = {
-            "master_address": options.address,
+            "master_address": address,
             "master_port": port,
             "rank_offset": 1,
             "world_size": world,
@@ -98,7 +99,7 @@ class Distributed:
             op="join",
             group=self._group,
             backend=options.backend,
-            address=options.address,
+            address=address,
             port=port,
             world=world,
             seconds=options.join_timeout_s,
@@ -157,6 +158,20 @@ async def _both(call: Any, asked: Any) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def own_address(url: str) -> str:
+    """This machine's IPv4 address on the way to the server at `url`: a name of its own may be that of the loopback.
+
+    Raises EngineError where there is no way.
+    """
+    host = urlsplit(url).hostname or ""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((host, 9))  # any port: nothing is sent
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"there is no way from here to {host}: {error}", reason="load") from error
 
 
 def _free_port(address: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlx import audit
-from rlx.audit_engine import AuditFailed, audit_engine, audit_start, check
+from rlx.audit_engine import AuditFailed, Reference, audit_engine, audit_start, check
 from rlx.models.hf import save_params
 from rlx.probing import Policy
 from rlx.rollout.sglang import SglangEngine, SglangOptions
@@ -85,7 +85,7 @@ def test_weights_that_never_arrived(server, tmp_path, monkeypatch, capsys):
 
 def test_a_published_version_is_nearer_than_the_initial_one(server):
     async def scenario(engine):
-        return await audit_engine(engine, SERVED, TRAINED, TEXTS)
+        return await audit_engine(engine, Reference(SERVED, TRAINED, TEXTS))
 
     found = with_engine(server, scenario)
     check(found)
@@ -100,7 +100,7 @@ def test_one_tensor_that_differs_is_named(server):
     wrong = Policy("wrong", tiny_model.ARCH, {**params, "embed": jax.numpy.asarray(embed)}, 0)
 
     async def scenario(engine):
-        return await audit_engine(engine, wrong, None, TEXTS)
+        return await audit_engine(engine, Reference(wrong, None, TEXTS))
 
     found = with_engine(server, scenario)
     assert found.different == ("model.embed_tokens.weight",)

@@ -29,7 +29,7 @@ from rlx.metrics.rollout import PASS
 from rlx.parallel import runtime
 from rlx.proxy.edge import EdgeOptions, Tally, classify, next_attempts, nothing_known
 from rlx.proxy.report import Report
-from rlx.proxy.split import SplitOptions, evidence, report, split
+from rlx.proxy.split import SplitOptions, evidence, report, split, without_verdict
 from rlx.rollout.collect import collect
 from rlx.rollout.fates import graded
 from rlx.rollout.local import LocalEngine
@@ -83,15 +83,13 @@ async def measure(attempts: Attempts, options: EdgeOptions) -> Tally:
     """Attempts until the error is reached, with a bar of the expected error.
 
     Raises:
-      RuntimeError: where a whole round gave no verdict.
+      RuntimeError: where the first round gave no verdict.
     """
     tally = nothing_known(len(attempts.tasks))
     with tqdm(desc="attempts", unit="", file=sys.stderr) as bar:
         while (asked := next_attempts(tally, options)).any():
             passes, counted = await attempts.ask(asked)
-            if not counted.any():
-                raise RuntimeError(f"none of {asked.sum()} attempts got a verdict; see whether the graders work")
-            tally = tally.plus(passes, counted)
+            tally = tally.plus(asked, passes, counted)
             bar.update(int(counted.sum()))
             bar.set_postfix_str(f"expected error {classify(tally, options).expected_error:.3f}")
     return tally
@@ -117,7 +115,7 @@ def find(config: Config, options: EdgeOptions, splitting: SplitOptions, *, check
     named = [(task.id, task.source) for task in tasks]
     rows = evidence(named, tally, attempts.limited, verdicts, config.rollout.group_size)
     about: dict[str, Any] = {"model": config.model.path, "version": version, "group_size": config.rollout.group_size}
-    return report(rows, verdicts, split(rows, splitting), options, about)
+    return report(rows, verdicts, split(rows, splitting), options, about, without_verdict(named, tally))
 
 
 def own_flags() -> flags.FlagValues:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import scipy.special
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 PRIOR_BOUNDS = (0.05, 20.0)  # of both parameters of the beta prior
 PRIOR_GRID = 0.2  # of their logarithms, where tables are made; the classification takes the prior as it is
 FIRST_PRICE, LEAST_PRICE = 0.01, 1e-6  # of an attempt, in misclassified tasks
 CHEAPER = 0.8  # each price is this times the one before
+GIVE_UP = 8  # attempts at a task without a verdict, where they outnumber those with one
 MARGIN = 0.005  # share of tasks: the prior comes from the same attempts, so the posterior is a little too sure
 
 
@@ -54,10 +55,29 @@ class Tally:
     """What is known of the tasks so far."""
 
     passes: Int[np.ndarray, "tasks"]
-    attempts: Int[np.ndarray, "tasks"]
+    attempts: Int[np.ndarray, "tasks"]  # with a verdict
+    failed: Int[np.ndarray, "tasks"] | int = 0  # attempts without one: their grading failed
 
-    def plus(self, passes: Int[np.ndarray, "tasks"], attempts: Int[np.ndarray, "tasks"]) -> Tally:
-        return Tally(self.passes + passes, self.attempts + attempts)
+    def plus(
+        self,
+        asked: Int[np.ndarray, "tasks"],
+        passes: Int[np.ndarray, "tasks"],
+        attempts: Int[np.ndarray, "tasks"],
+    ) -> Tally:
+        """With a further round, of which `asked` attempts were wanted.
+
+        Raises:
+          RuntimeError: where there is no verdict of any task.
+        """
+        tally = Tally(self.passes + passes, self.attempts + attempts, self.failed + asked - attempts)
+        if not tally.attempts.any():
+            raise RuntimeError(f"none of {asked.sum()} attempts got a verdict; see whether the graders work")
+        return tally
+
+    @property
+    def given_up(self) -> Bool[np.ndarray, "tasks"]:
+        """Tasks that are not attempted again: their grader mostly fails."""
+        return np.broadcast_to((self.failed >= GIVE_UP) & (self.failed > self.attempts), self.attempts.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +86,7 @@ class Verdicts:
 
     prior: tuple[float, float]  # of the beta distribution that the tasks' pass rates were taken to come from
     in_band: Float[np.ndarray, "tasks"]  # posterior probability that the pass rate is in the band
-    expected_error: float  # share of the tasks, `MARGIN` included
+    expected_error: float  # share of the tasks with a verdict, `MARGIN` included
 
     @property
     def is_edge(self) -> np.ndarray:
@@ -81,19 +101,22 @@ def classify(tally: Tally, options: EdgeOptions) -> Verdicts:
     """The most probable classification of every task."""
     prior = fit_prior(tally)
     probability = _in_band(tally.passes, tally.attempts, prior, options)
-    return Verdicts(prior, probability, MARGIN + float(np.mean(np.minimum(probability, 1 - probability))))
+    wrong = np.minimum(probability, 1 - probability)[tally.attempts > 0]
+    return Verdicts(prior, probability, MARGIN + float(np.mean(wrong)))
 
 
 def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, "tasks"]:
     """How many further attempts each task should get now; all 0 where the error is reached or no attempt may help."""
-    first = np.maximum(options.first_attempts - tally.attempts, 0)
+    given_up = tally.given_up
+    first = np.where(given_up, 0, np.maximum(options.first_attempts - tally.attempts, 0))
     if first.any():
         return first
     verdicts = classify(tally, options)
     room = options.most_attempts - tally.attempts
     price = FIRST_PRICE
     while verdicts.expected_error > options.error and price > LEAST_PRICE:
-        wanted = attempts_worth(price, _on_grid(verdicts.prior), options)[tally.attempts, tally.passes]
+        worth = attempts_worth(price, _on_grid(verdicts.prior), options)[tally.attempts, tally.passes]
+        wanted = np.where(given_up, 0, worth)
         if wanted.any():
             return np.where(wanted > 0, np.minimum(np.maximum(wanted, options.at_once), room), 0)
         price *= CHEAPER
@@ -108,14 +131,11 @@ def rounds(
     Args:
       attempt: attempts wanted of each task -> (passes, attempts with a verdict) of each.
     Raises:
-      RuntimeError: where a whole round gave no verdict.
+      RuntimeError: where the first round gave no verdict.
     """
     tally = nothing_known(tasks)
     while (asked := next_attempts(tally, options)).any():
-        passes, attempts = attempt(asked)
-        if not attempts.any():
-            raise RuntimeError(f"none of {asked.sum()} attempts got a verdict; see whether the graders work")
-        tally = tally.plus(passes, attempts)
+        tally = tally.plus(asked, *attempt(asked))
         yield tally
 
 

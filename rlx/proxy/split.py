@@ -15,6 +15,8 @@ from rlx.proxy.edge import EdgeOptions, Tally, Verdicts
 from rlx.proxy.report import Figure, Report, Table, rate
 from rlx.proxy.runs import CONFIDENCE
 
+SHOWN_UNGRADED = 6  # ids in the report's line; its record has all
+
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
@@ -62,16 +64,12 @@ class Split:
 def evidence(
     tasks: Sequence[tuple[str, str]], tally: Tally, limited: np.ndarray, verdicts: Verdicts, group_size: int
 ) -> list[Evidence]:
-    """Of (id, source) of each task, in the order of the tally; `limited` counts attempts that a limit ended.
-
-    Raises:
-      ValueError: a task without a single verdict.
-    """
+    """Of (id, source) of each task with a verdict; `limited` counts attempts that a limit ended."""
     rows = []
     for i, (task, source) in enumerate(tasks):
         attempts, passes = int(tally.attempts[i]), int(tally.passes[i])
         if not attempts:
-            raise ValueError(f"no attempt at {task} got a verdict; leave the task out or mend its grader")
+            continue
         low, high = wilson_interval(passes, attempts, CONFIDENCE)
         share = passes / attempts
         edge = bool(verdicts.is_edge[i])
@@ -80,6 +78,11 @@ def evidence(
         cut = float(limited[i]) / attempts
         rows.append(Evidence(task, source, attempts, passes, share, low, high, no_signal, cut, chance, edge))
     return rows
+
+
+def without_verdict(tasks: Sequence[tuple[str, str]], tally: Tally) -> list[str]:
+    """Ids of the tasks that were given up: no attempt at them could be graded."""
+    return [task for (task, _), attempts in zip(tasks, tally.attempts) if not attempts]
 
 
 def split(rows: Sequence[Evidence], options: SplitOptions) -> Split:
@@ -118,8 +121,16 @@ def _new_sources(edges: Sequence[Evidence], wanted: int, rng: random.Random) -> 
     return chosen
 
 
-def report(rows: Sequence[Evidence], verdicts: Verdicts, chosen: Split, options: EdgeOptions, about: Any) -> Report:
-    """What `rlx edge` writes. `about`: model, group size and what else the evidence belongs to."""
+def report(
+    rows: Sequence[Evidence],
+    verdicts: Verdicts,
+    chosen: Split,
+    options: EdgeOptions,
+    about: Any,
+    ungraded: Sequence[str] = (),
+) -> Report:
+    """What `rlx edge` writes. `about`: model, group size and what else the evidence belongs to; `ungraded`: tasks that
+    nothing is known of."""
     attempts = sum(row.attempts for row in rows)
     found = sum(row.is_edge for row in rows)
     low, high = wilson_interval(found, len(rows), CONFIDENCE)
@@ -132,6 +143,9 @@ def report(rows: Sequence[Evidence], verdicts: Verdicts, chosen: Split, options:
         f"split: {len(chosen.train)} to train on, held out {len(chosen.held_out_similar)} of the same sources and "
         f"{len(chosen.held_out_new)} of new ones",
     ]
+    if ungraded:
+        shown = ", ".join(ungraded[:SHOWN_UNGRADED]) + (", ..." if len(ungraded) > SHOWN_UNGRADED else "")
+        lines.append(f"left out, because no attempt got a verdict: {len(ungraded)} tasks ({shown}); mend their graders")
     rates, ends = np.array([r.pass_rate for r in rows]), np.array([[r.low, r.high] for r in rows])
     names, is_edge = [r.task for r in rows], np.array([r.is_edge for r in rows])
     picture = figures.png(figures.edge(names, rates, ends, is_edge, (options.low, options.high)))
@@ -146,6 +160,7 @@ def report(rows: Sequence[Evidence], verdicts: Verdicts, chosen: Split, options:
             "prior": list(verdicts.prior),
             "options": dataclasses.asdict(options),
             "about": about,
+            "without_verdict": list(ungraded),
             "evidence": [dataclasses.asdict(row) for row in rows],
         },
     )

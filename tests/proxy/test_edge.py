@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 
 from rlx.proxy.edge import EdgeOptions, Tally, attempts_worth, classify, fit_prior, next_attempts, nothing_known, rounds
-from rlx.proxy.split import SplitOptions, evidence, report, split
+from rlx.proxy.split import SplitOptions, evidence, report, split, without_verdict
 
 BAND = EdgeOptions(error=0.1)
 
@@ -44,6 +44,44 @@ def test_every_task_gets_the_first_attempts_and_none_more_than_most():
     rng = np.random.default_rng(0)
     tally = last(rounds(sampled(rng, rng.uniform(size=50)), 50, options))
     assert tally.attempts.max() <= 5
+
+
+def test_a_task_that_cannot_be_graded_is_given_up_and_reported(tmp_path):
+    """It is asked for a second time alone, a round without any verdict; the rest goes on as if it were not there."""
+    rng = np.random.default_rng(0)
+    rates = rng.beta(0.4, 0.4, 20)
+    graded = np.arange(20) != 7
+    asked_of_it = []
+
+    def attempt(asked):
+        asked_of_it.append(int(asked[7]))
+        return rng.binomial(asked, rates) * graded, asked * graded
+
+    tally = last(rounds(attempt, 20, BAND))
+    assert [n for n in asked_of_it if n] == [4, 4]
+    assert (tally.attempts[7], int(tally.given_up.sum())) == (0, 1)
+    verdicts = classify(tally, BAND)
+    assert verdicts.expected_error <= BAND.error
+    tasks = [(f"a/{i}", "a") for i in range(20)]
+    rows = evidence(tasks, tally, np.zeros(20), verdicts, group_size=8)
+    assert len(rows) == 19
+    left = without_verdict(tasks, tally)
+    assert left == ["a/7"]
+    written = report(rows, verdicts, split(rows, SplitOptions()), BAND, {}, left)
+    assert written.record["without_verdict"] == ["a/7"]
+    assert any("1 tasks (a/7)" in line for line in written.lines)
+
+
+def test_a_grader_that_fails_now_and_then_only_costs_attempts():
+    rng = np.random.default_rng(1)
+    tally = last(rounds(lambda asked: (np.zeros_like(asked), rng.binomial(asked, 0.7)), 10, BAND))
+    assert tally.attempts.min() >= BAND.first_attempts
+    assert not tally.given_up.any()
+
+
+def test_graders_that_all_fail_are_an_error():
+    with pytest.raises(RuntimeError, match="none of 40 attempts got a verdict"):
+        last(rounds(lambda asked: (np.zeros_like(asked), np.zeros_like(asked)), 10, BAND))
 
 
 def test_the_posterior_is_the_beta_distribution_s():

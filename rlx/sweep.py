@@ -4,7 +4,8 @@ rlx sweep --config=configs/quickstart.py --axis=learning_rate=1e-4,1e-3 --axis=m
 rlx sweep --config=... --axis=... --one_at_a_time      the recipe's own values, then each axis alone away from them
 
 Runs go to RUN.DIRECTORY/RUN.NAME/, which `rlx compare`, `rlx agree` and `rlx tensorboard` (tab HPARAMS) read as a
-whole. The same command again goes on where it was stopped; a run that is complete is not repeated.
+whole. The same command again goes on where it was stopped; a run that is complete is not repeated, and one that was
+made with other settings is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from tqdm import tqdm
 from rlx import cli
 from rlx.config.errors import ConfigError, unknown_key
 from rlx.config.flags import config_or_exit
+from rlx.config.identity import RUN, check_same, flat
 from rlx.config.parse import schema_keys, to_dict
 from rlx.config.schema import Config
+from rlx.metrics.jsonl import read_json
 from rlx.metrics.view import setting
 from rlx.proxy import sweep
 from rlx.proxy.sweep import Axis, Planned
 
 LOG = "train.log"
+# Beside `RUN`, what runs are compared by; timeouts and the like may change.
+RECIPE = ("learner.", "objective.", "rollout.", "sft.", "producer.max_policy_lag", "producer.publication")
 
 
 def own_flags() -> flags.FlagValues:
@@ -54,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     points = sweep.one_at_a_time(axes, recipe) if value["one_at_a_time"] else sweep.grid(axes)
     planned = sweep.plan(points, range(value["seeds"]))
     words = recipe_words(argv)
-    check_all(words, planned)
+    check_all(words, base.run.path, planned)
     if value["dry_run"]:
         print("\n".join(f"{p.run}: {' '.join(p.changes)}" for p in planned))
         return 0
@@ -85,10 +90,23 @@ def recipe_words(argv: Sequence[str]) -> list[str]:
     return [word for word in argv[1:] if word.lstrip("-").startswith("config")]
 
 
-def check_all(words: Sequence[str], planned: Sequence[Planned]) -> None:
-    """Every configuration is checked before the first run starts: the last one must not fail after hours."""
+def check_all(words: Sequence[str], directory: Path, planned: Sequence[Planned]) -> None:
+    """Every configuration is checked before the first run starts: the last one must not fail after hours.
+
+    Raises:
+      ConfigError: a run that is there already was made with other settings: the sweep would compare it with the rest.
+    """
     for p in planned:
-        config_or_exit([f"rlx sweep: {p.label}", *words, *p.changes], flags.FlagValues(), "")
+        config = config_or_exit([f"rlx sweep: {p.label}", *words, *p.changes], flags.FlagValues(), "")
+        written = directory / p.run / "config.json"
+        if written.is_file():
+            check_same(read_json(written), config, compared(config, p), str(written.parent))
+
+
+def compared(config: Config, planned: Planned) -> list[str]:
+    """Keys that no run of a sweep may change once it has begun; more updates are made by the run that is there."""
+    recipe = [key for key in flat(to_dict(config)) if key.startswith(RECIPE) and key != "learner.updates"]
+    return [*RUN, *recipe, *planned.settings]
 
 
 def run_all(words: Sequence[str], base: Config, planned: Sequence[Planned]) -> int:
@@ -107,10 +125,8 @@ def run_all(words: Sequence[str], base: Config, planned: Sequence[Planned]) -> i
 
 
 def train(words: Sequence[str], directory: Path, planned: Planned) -> bool:
-    """One run, unless it is complete; whether it is then."""
+    """One run, which `rlx train` leaves as it is where it is complete; whether it is then."""
     path = directory / planned.run
-    if (path / "summary.json").is_file():
-        return True
     own = [f"--config.run.directory={directory}", f"--config.run.name={planned.run}"]
     path.mkdir(parents=True, exist_ok=True)
     with (path / LOG).open("ab") as log:

@@ -1,11 +1,14 @@
 """Sweeps: which runs there are, what they are called, and that they are run once."""
 
 import json
+import subprocess
 
 import pytest
 
 from rlx import sweep as command
 from rlx.config.errors import ConfigError
+from rlx.config.parse import to_dict
+from rlx.metrics.jsonl import write_json
 from rlx.metrics.tensorboard import OUTCOMES
 from rlx.proxy import sweep
 from rlx.proxy.ranking import read_study
@@ -52,6 +55,35 @@ def test_an_axis_is_a_setting():
         command.axis("max_policy_lag=")
 
 
+@pytest.mark.parametrize("change", [{"learner__learning_rate": 0.2}, {"rollout__group_size": 4}, {"run__seed": 5}])
+def test_a_run_that_was_made_otherwise_is_refused(tmp_path, change):
+    """Its name is that of a run of the sweep, its settings are not."""
+    recipe = tiny_run.write(tmp_path)
+    words = ["rlx sweep", *tiny_run.arguments(recipe, run__name="s"), "--axis=learner.learning_rate=0.1", "--seeds=1"]
+    made = tmp_path / "runs" / "s" / "learning_rate=0.1_seed=0"
+    made.mkdir(parents=True)
+    (made / "summary.json").write_text("{}")
+    settings = {"learner__learning_rate": 0.1, "learner__updates": 7, "run__seed": 0}
+    write_json(made / "config.json", to_dict(tiny_run.config(recipe, **settings)))
+    assert command.main([*words, "--dry_run"]) == 0, "more or fewer updates are the same run"
+    write_json(made / "config.json", to_dict(tiny_run.config(recipe, **settings | change)))
+    key = next(iter(change)).replace("__", ".")
+    with pytest.raises(ConfigError, match=f"config.{key} = .* was made with {next(iter(change.values()))}"):
+        command.main([*words, "--dry_run"])
+
+
+def test_a_complete_run_is_asked_whether_it_is(tmp_path, monkeypatch):
+    """`rlx train` knows whether more updates are wanted than it has made."""
+    (planned,) = sweep.plan([{"learner.learning_rate": "0.1"}], [0])
+    (tmp_path / planned.run).mkdir()
+    (tmp_path / planned.run / "summary.json").write_text("{}")
+    started = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(command.subprocess, "run", lambda words, **_: started.append(words) or done)
+    assert command.train([], tmp_path, planned)
+    assert [words[1:3] for words in started] == [["-m", "rlx.train"]]
+
+
 @pytest.mark.slow
 def test_a_sweep_trains_each_run_once_and_agree_reads_it(tmp_path, capsys):
     recipe = tiny_run.write(tmp_path)
@@ -60,14 +92,20 @@ def test_a_sweep_trains_each_run_once_and_agree_reads_it(tmp_path, capsys):
     assert command.main(words) == 0
     directory = tmp_path / "runs" / "s"
     assert "2 of 2 runs complete" in capsys.readouterr().out
-    stamps = {p: p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file() and p.name != "sweep.json"}
+    stamps = made(directory)
     assert command.main(words) == 0
-    assert {p: p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file() and p.name != "sweep.json"} == stamps
+    assert made(directory) == stamps
     listed = json.loads((directory / "sweep.json").read_text())["runs"]
     assert [row["label"] for row in listed] == ["learning_rate=0.01", "learning_rate=0.1"]
     study = read_study(directory, None, "eval/pass_rate")
     assert (list(study.scores), study.runs) == (["learning_rate=0.01", "learning_rate=0.1"], 2)
     assert "eval/pass_rate" in OUTCOMES, "what TensorBoard compares the runs by"
+
+
+def made(directory):
+    """The files of runs and when they were written, but for what each call of the sweep writes."""
+    own = ("sweep.json", command.LOG)
+    return {p: p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file() and p.name not in own}
 
 
 def test_a_wrong_configuration_is_refused_before_any_run(tmp_path, capsys):

@@ -82,7 +82,9 @@ def read_rlx(path: Path) -> RunData:
     clock = _Clock(view.updates, int(setting(view.config, "metrics.skip_updates") or 0))
     names = {name for record in view.updates for name in record if "/" in name}
     curves = {name: _curve(view.updates, name, clock) for name in sorted(names)}
-    found = {int(r["update"]): _evaluation(r, clock) for r in [*view.evaluations.values(), *_watched(path)]}
+    # Of one update the run's own evaluation counts, and of its own the last: "before", after a cold start, not "base".
+    recorded = [*_watched(path), *view.evaluations.values()]
+    found = {int(record["update"]): _evaluation(record, clock) for record in recorded}
     settings = flat(view.config)
     return RunData(
         name=path.resolve().name,

@@ -29,6 +29,23 @@ def test_a_run_is_read_with_its_three_axes(tmp_path):
     assert [(e.point.updates, e.attempts) for e in run.evaluations] == [(0, 80), (10, 80), (20, 80)]
 
 
+def test_what_a_run_evaluated_itself_counts_before_what_was_watched(tmp_path):
+    """After a cold start the baseline is the evaluation after it, also where the base model was tested beside it."""
+    path = made_runs.write(tmp_path, "one")
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    first = [made_runs.evaluation(0, rate) | {"label": label} for label, rate in (("base", 0.1), ("before", 0.3))]
+    made_runs.write_jsonl(path / "metrics.jsonl", [*first, *records[1:]])
+    before = read_rlx(path).evaluations
+    assert (before[0].point.updates, before[0].point.value) == (0, 0.3)
+    (path / "watch").mkdir()
+    watched = [made_runs.evaluation(update, 0.05, attempts=160) for update in (0, 15, 20)]
+    watched[0]["label"] = "base"
+    made_runs.write_jsonl(path / "watch" / "evaluations.jsonl", watched)
+    after = read_rlx(path).evaluations
+    assert [e.point.updates for e in after] == [0, 10, 15, 20]
+    assert tuple(e for e in after if e.point.updates != 15) == before
+
+
 def test_the_interval_of_a_difference_is_newcombe_s():
     """His table II, example (a): 56 of 70 against 48 of 80, method 10 gives 0.0524 to 0.3339."""
     change = difference(at(1, 56 / 70, 70), at(0, 48 / 80, 80))

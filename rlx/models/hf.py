@@ -126,13 +126,17 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _read_packed(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _unpacked(where: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
     """Experts of Kimi K3, 4 bits a weight."""
     packed, scale = (where[n].get_tensor(n) for n in mxfp4.stored_names(name))
     try:
-        array = mxfp4.dequantise(packed, scale)
+        return mxfp4.dequantise(packed, scale)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _read_packed(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    array = _unpacked(where, name)
     if array.shape != shape:
         raise ValueError(f"{name} unpacks to {array.shape}; config.json makes it {shape}")
     return array
@@ -165,7 +169,11 @@ def is_ignored(arch: Architecture, name: str) -> bool:
     further = re.match(re.escape(f"{arch.names.model}layers.") + r"(\d+)\.", name)
     predicting = further is not None and config.get("num_nextn_predict_layers") and int(further[1]) >= arch.num_layers
     other_tower = "text_config" in config and not name.startswith(arch.names.model) and name != arch.names.head
-    return bool(name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.") or other_tower or predicting)
+    return bool(_is_constant(name) or name.startswith("mtp.") or other_tower or predicting)
+
+
+def _is_constant(name: str) -> bool:
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def _some(names: list[str], count: int = 6) -> str:
@@ -195,9 +203,9 @@ def save_params(
 ) -> None:
     """Writes a Hugging Face directory, whole or not at all: config.json, safetensors (an index beside several shards).
 
-    `tokenizer_from` is a model directory whose tokenizer files and special token ids go along, and the tensors of its
-    other towers, which config.json describes as well. Raises FileExistsError where `directory` exists,
-    FileNotFoundError where `tokenizer_from` has no tokenizer.
+    `tokenizer_from` is a model directory whose tokenizer files and special token ids go along, and its tensors beside
+    the language model's (other towers, layers that predict further tokens), which config.json describes as well. Raises
+    FileExistsError where `directory` exists, FileNotFoundError where `tokenizer_from` has no tokenizer.
     """
     dtype = jnp.dtype(dtype)
     config = architecture_config(arch, dtype.name)
@@ -205,7 +213,7 @@ def save_params(
         if tokenizer_from is not None:
             config |= _copy_tokenizer(Path(tokenizer_from), out)
         write_json(out / "config.json", config)
-        others = {} if tokenizer_from is None else _other_towers(Path(tokenizer_from), arch, dtype)
+        others = {} if tokenizer_from is None else _further_tensors(Path(tokenizer_from), arch, dtype)
         shards = _plan_shards(arch, dtype.itemsize, shard_bytes, others)
         _write_shards(out, shards, itertools.chain(to_hf(arch, params), others.items()), dtype)
         if len(shards) > 1:
@@ -213,19 +221,22 @@ def save_params(
             _write_index(out, shards, size + sum(array.nbytes for array in others.values()))
 
 
-def _other_towers(source: Path, arch: Architecture, dtype: np.dtype[Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors of a checkpoint that are no part of the language model."""
-    if "text_config" not in json.loads(arch.config) or not any(source.glob("*.safetensors*")):
+def _further_tensors(source: Path, arch: Architecture, dtype: np.dtype[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """What a checkpoint has beside the language model, but for constants that every reader computes itself."""
+    if not any(source.glob("*.safetensors*")):
         return {}
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_open(path)) for path in _tensor_files(source)]
-        named = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118
-        return {name: file.get_tensor(name).astype(dtype) for name, file in named if is_ignored(arch, name)}
+        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        beside = sorted(mxfp4.plain_names(where) - hf_tensors(arch).keys())
+        names = [name for name in beside if is_ignored(arch, name) and not _is_constant(name)]
+        arrays = ((name, where[name].get_tensor(name) if name in where else _unpacked(where, name)) for name in names)
+        return {name: array.astype(dtype, copy=False) for name, array in arrays}
 
 
 def _plan_shards(arch: Architecture, itemsize: int, limit: int, others: Mapping[str, Any]) -> dict[str, list[str]]:
     """File name -> tensor names, in the order of `to_hf`; a shard exceeds `limit` bytes only by a single tensor. Those
-    of other towers are the last one."""
+    beside the language model are the last one."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, tensor in hf_tensors(arch).items():

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
+from rlx.models import mxfp4
 from rlx.models.description import Attention, Experts, LatentAttention, Mlp, Rope, grouped, slots
 from rlx.models.hf import hf_tensors, load_params, read_architecture, save_params
 from rlx.models.hf_config import architecture_config, parse_architecture, read_config
@@ -153,6 +155,31 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
     found = inverse_frequencies(rope)
     np.testing.assert_allclose(found[turns > 2], plain[turns > 2], rtol=1e-12)
     np.testing.assert_allclose(found[turns < 0.5], plain[turns < 0.5] / 32, rtol=1e-12)
+
+
+def test_layers_that_predict_further_tokens_go_along_with_a_saved_model(tmp_path):
+    """config.json announces them, so a server asks for them; those in 4 bits are written as what they stand for."""
+    source = shutil.copytree(FIXTURES / "deepseek_v3_k2like", tmp_path / "source")
+    tiny_tokenizer.build(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = load_file(source / "model.safetensors")
+    layer = f"model.layers.{config['num_hidden_layers']}"
+    packed, scale = np.full((2, 32), 0x2A, np.uint8), np.full((2, 2), 127, np.uint8)
+    further = {
+        f"{layer}.eh_proj.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "mtp.fc.weight": np.ones((2, 2)),
+    }
+    stored = {f"{layer}.mlp.up_proj.weight_packed": packed, f"{layer}.mlp.up_proj.weight_scale": scale}
+    constant = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    save_file(tensors | further | stored | constant, source / "model.safetensors")
+    arch = read_architecture(source)
+    save_params(tmp_path / "saved", arch, load_params(source, arch), "float32", tokenizer_from=source)
+    saved = {n: a for file in (tmp_path / "saved").glob("*.safetensors") for n, a in load_file(file).items()}
+    unpacked = {f"{layer}.mlp.up_proj.weight": mxfp4.dequantise(packed, scale)}
+    assert saved.keys() == {*tensors, *further, *unpacked}
+    for name, array in (further | unpacked).items():
+        np.testing.assert_array_equal(saved[name], array)
 
 
 def test_other_towers_go_along_with_a_saved_model(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,6 +181,26 @@ def test_init_files_import_nothing():
         if names and not (within(m, "rlx_kernels") and all(within(n, m) and m != "rlx_kernels" for n in names))
     }
     assert wrong == {}
+
+
+def undescribed() -> list[str]:
+    """Modules of rlx that docs/design.md's table does not name in the row of their package (the last row, `top`)."""
+    lines = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").splitlines()
+    cells = [line.split("|")[1:3] for line in lines if line.startswith("| ")]
+    named = {
+        place.strip(" `").removesuffix(".py").replace("/", "."): set(re.findall(r"\w+", files))
+        for place, files in cells
+    }
+    wrong = []
+    for module in modules():
+        package, _, name = module.rpartition(".")
+        if module not in named and within(module, "rlx") and modules()[module].name != "__init__.py":
+            wrong += [] if name in named.get(package, named["top"]) else [module]
+    return wrong
+
+
+def test_the_page_on_the_design_names_every_module():
+    assert undescribed() == []
 
 
 def test_ml_collections_stays_at_the_edge():

@@ -14,6 +14,21 @@ POSITIVE = ("ready_timeout_s", "health_every_s", "health_timeout_s", "tensor_par
 # What SGLang takes adapters of.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NOT_NEGATIVE = ("count", "first_port", "first_gpu", "max_lora_rank")
+# What would change the engine or what it is sent, and what of it says nothing: the defaults of configs/base.py.
+ONLY_SERVERS: dict[str, Any] = {
+    "profile": "generic",
+    "first_gpu": 0,
+    "tensor_parallel": 1,
+    "memory_fraction": 0.0,
+    "attention_backend": "",
+    "radix_cache": "auto",
+    "state_dtype": "float32",
+    "fp32_head": False,
+    "arguments": (),
+    "weights": "full",
+    "transport": "disk",
+    "weights_directory": "",
+}
 
 
 def inference_problems(config: Config) -> list[str]:
@@ -24,7 +39,7 @@ def inference_problems(config: Config) -> list[str]:
     if config.audit.every < 0:
         problems.append(_said("audit.every", config.audit.every, "must be 0 (never) or more publications"))
     if config.engine.kind == "sglang":
-        parts = (_servers, _addresses, _keys, _memory, _profile, _weights, _head)
+        parts = (_servers, _addresses, _keys, _memory, _profile, _weights, _head, _routes)
         return problems + [problem for part in parts for problem in part(config)]
     return problems + list(_unused(config))
 
@@ -40,6 +55,9 @@ def _unused(config: Config) -> Iterator[str]:
         yield _said("inference.addresses", inference.addresses, way_out)
     if inference.count:
         yield _said("inference.count", inference.count, way_out)
+    for key, unset in ONLY_SERVERS.items():
+        if (value := getattr(inference, key)) != unset:
+            yield _said(f"inference.{key}", value, f"{way_out}, or this to {unset!r}")
     if config.audit.at_start or config.audit.every:
         given = (config.audit.at_start, config.audit.every)
         yield f"config.audit.at_start, config.audit.every = {given}: {way_out}, or these to False and 0"
@@ -60,6 +78,9 @@ def _servers(config: Config) -> Iterator[str]:
     if inference.first_port and not (inference.first_port >= 1024 and last <= 65535):
         why = f"ports up to {last}: they must be in [1024, 65535], or 0 for any free ones"
         yield _said("inference.first_port", inference.first_port, why)
+    if inference.addresses and inference.first_gpu:
+        why = "servers that are given have their GPUs; it is for those started here, set 0"
+        yield _said("inference.first_gpu", inference.first_gpu, why)
 
 
 def _addresses(config: Config) -> Iterator[str]:
@@ -146,3 +167,9 @@ def _head(config: Config) -> Iterator[str]:
     if config.inference.fp32_head and config.learner.head_precision == "bfloat16":
         why = "the trainer's head would be another; set config.learner.head_precision to 'auto' or 'float32'"
         yield _said("inference.fp32_head", True, why)
+
+
+def _routes(config: Config) -> Iterator[str]:
+    if config.model.replay_routes:
+        why = "answers of SGLang do not name the experts it chose; set False, or config.engine.kind to 'local'"
+        yield _said("model.replay_routes", True, why)

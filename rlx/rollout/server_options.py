@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.profiles import profile
@@ -99,11 +100,23 @@ def server_arguments(config: Config, index: int) -> tuple[str, ...]:
     return (*arguments, *inference.arguments)
 
 
+def model_settings(config: Config) -> dict[str, Any]:
+    """config.json of the model."""
+    settings: dict[str, Any] = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    return settings
+
+
 def is_hybrid(config: Config) -> bool:
-    """Has the model layers of linear attention, whose state a prefix cache must keep?"""
-    settings = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    """Has the model layers of linear attention, whose state a prefix cache must keep?
+
+    Families say so in three ways: by naming each layer's kind, by sizes of heads that only such layers have (which of
+    the layers these are then follows from an interval), or in a section of its own.
+    """
+    settings = model_settings(config)
     text = settings.get("text_config", settings)
-    return "linear_attention" in (text.get("layer_types") or ())
+    named = "linear_attention" in (text.get("layer_types") or ())
+    sized = "linear_num_value_heads" in text and text.get("layer_types") is None
+    return named or sized or bool(text.get("linear_attn_config"))
 
 
 def check_state(config: Config) -> None:

@@ -60,6 +60,7 @@ class Served:
     model_type: str
     input_limit: int  # tokens; a prompt must have fewer
     sglang: str  # its version
+    settings: Mapping[str, Any]  # its arguments, as it resolved them, and `launch_command`
 
 
 class SglangEngine:
@@ -135,6 +136,7 @@ class SglangEngine:
                 model_type=model["model_type"],
                 input_limit=server["max_req_input_len"],
                 sglang=server["version"],
+                settings=server,
             )
         except (KeyError, TypeError) as error:
             raise EngineError(

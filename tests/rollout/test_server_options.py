@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from configs import quickstart_sglang
+from configs import base, quickstart_sglang
 from rlx.config.errors import ConfigError
-from rlx.config.inference_checks import inference_problems
+from rlx.config.inference_checks import ONLY_SERVERS, inference_problems
 from rlx.config.parse import parse
 from rlx.config.profiles import PROFILES, admission, profile
+from rlx.models.hf import read_architecture
+from rlx.models.kinds import recurrent
 from rlx.rollout import server_options
+
+ARCHITECTURES = Path(__file__).parents[2] / "configs" / "architectures"
 
 
 def make(tmp_path, *, layers: list[str] | None = None, **changes):
@@ -109,6 +114,11 @@ WRONG = [
     ({"weights": "adapter", "transport": "distributed"}, "inference.transport", "'tensor'"),
     ({"transport": "distributed", "distributed_backend": "nccl"}, "inference.distributed_backend", "gloo"),
     ({"fp32_head": True, "learner__head_precision": "bfloat16"}, "inference.fp32_head", "head_precision"),
+    ({"model__replay_routes": True}, "model.replay_routes", "set False"),
+    ({"count": 0, "addresses": ("http://a:1",), "first_gpu": 1}, "inference.first_gpu", "set 0"),
+    ({"engine__kind": "local", "transport": "tensor"}, "inference.transport", "'disk'"),
+    ({"engine__kind": "local", "fp32_head": True}, "inference.fp32_head", "False"),
+    ({"engine__kind": "local", "profile": "olmo_h100"}, "inference.profile", "'generic'"),
     ({"bucket_mib": 0}, "inference.bucket_mib", "above 0"),
     ({"audit__every": -1}, "audit.every", "0 (never)"),
     ({"engine__kind": "local"}, "inference.count", "'sglang'"),
@@ -119,6 +129,24 @@ WRONG = [
 def test_what_cannot_be_had_is_refused(tmp_path, changes, key, part):
     problems = inference_problems(make(tmp_path, **changes))
     assert any(p.startswith(f"config.{key} =") and part in p for p in problems), problems
+
+
+def test_what_says_nothing_of_servers_is_the_default():
+    defaults = base.get_config().inference
+    assert {key: defaults[key] for key in ONLY_SERVERS} == ONLY_SERVERS
+
+
+@pytest.mark.parametrize("path", sorted(ARCHITECTURES.iterdir()), ids=lambda path: path.name)
+def test_hybrids_are_known_by_their_own_config_json(path):
+    c = quickstart_sglang.get_config()
+    c.model.path = str(path)
+    assert server_options.is_hybrid(parse(c)) == any(recurrent(x.mixer) for x in read_architecture(path).layers)
+
+
+def test_a_hybrid_may_leave_its_layers_to_the_default_interval(tmp_path):
+    config = make(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"linear_num_value_heads": 4}))
+    assert server_options.is_hybrid(config)
 
 
 def test_the_recipe_and_its_variants_are_right(tmp_path):

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 LAUNCHER = Path(__file__).resolve().parents[1] / "engine_env" / "sglang_serve.py"
 LOG_LINES = 20  # of a server that failed, in the message
+LOG_BYTES = 1 << 16  # from the end of its log, in which they are looked for
 STOP_S = 20.0  # for a server to end by itself after SIGTERM
 POLL_S = 0.25
 
@@ -81,7 +82,8 @@ def start(spec: ServerSpec) -> Server:
     if not Path(spec.python).is_file():
         raise ServerFailed(
             f"{spec.python} does not exist: `make .venv-sglang` makes the environment of the engines on a machine "
-            "without a GPU, `pip install sglang` into one of its own on a machine with one (docs/sglang.md)"
+            "without a GPU, `pip install -r requirements/sglang.txt` in one of its own that of a machine with one "
+            "(docs/sglang.md)"
         )
     if not is_free(spec.host, spec.port):
         raise ServerFailed(f"port {spec.port} of {spec.host} is taken: stop what listens there, or give another port")
@@ -124,22 +126,35 @@ def wait_ready(servers: Sequence[Server], timeout_s: float, check: Callable[[], 
 
 
 def stop(servers: Sequence[Server]) -> None:
-    """SIGTERM to each, SIGKILL to what is left of their process groups after a while. Returns when all are gone."""
+    """SIGTERM to each, SIGKILL to what is left of their process groups after a while. Returns when all are gone.
+
+    Raises ServerFailed where a process cannot be ended.
+    """
     for server in servers:
-        signal_group(server.pid, signal.SIGCONT)  # a stopped process would not see the other one
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server.pid, signal.SIGTERM)
+        if server.process.poll() is None:
+            signal_group(server.pid, signal.SIGCONT)  # a stopped process would not see the other one
+            server.process.terminate()
     until = time.monotonic() + STOP_S
     for server in servers:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            signal_group(server.pid, signal.SIGKILL)
-            server.process.wait()
+    until = time.monotonic() + STOP_S
     for server in servers:
+        _end_group(server, until)
+
+
+def _end_group(server: Server, until: float) -> None:
+    """SIGKILL to the server's processes. Raises ServerFailed where one is left at `until`, of time.monotonic()."""
+    while server.process.poll() is None or (_is_left(server.pid) and group_exists(server.pid)):
         signal_group(server.pid, signal.SIGKILL)
-        while group_exists(server.pid):
-            time.sleep(0.05)
+        if time.monotonic() > until:
+            raise ServerFailed(f"processes of the server at {server.url} do not end: `kill -9 -- -{server.pid}`")
+        time.sleep(0.05)
+
+
+def _is_left(group: int) -> bool:
+    """Is the number of a group, whose first process was waited for, still its own? Given away, a process has it."""
+    return not Path(f"/proc/{group}").exists()
 
 
 def signal_group(pid: int, kind: signal.Signals) -> None:
@@ -164,7 +179,7 @@ def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=timeout_s) as answer:
             return answer.status == 200
-    except (OSError, urllib.error.URLError):
+    except (OSError, http.client.HTTPException):
         return False
 
 
@@ -186,7 +201,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def last_lines(log: Path, count: int = LOG_LINES) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-count:])
 
 
 def _log(server: Server) -> str:

@@ -57,9 +57,11 @@ class Group:
                 if failures and await asyncio.to_thread(servers.is_healthy, server.url):
                     failures = 0
                 continue
-            log = server.spec.log
-            ended(f"the server ended with status {status}; the last lines of {log}:\n{servers.last_lines(log)}")
-            servers.stop([server])  # its own processes may be left
+            with _said(ended):
+                log = server.spec.log
+                ended(f"the server ended with status {status}; the last lines of {log}:\n{servers.last_lines(log)}")
+            with _said(ended):
+                await asyncio.to_thread(servers.stop, [server])  # its own processes may be left
             if failures:
                 await asyncio.sleep(self.backoff_s * 2 ** min(failures - 1, 6))
             failures += 1
@@ -72,7 +74,8 @@ class Group:
 
 @contextmanager
 def _said(ended: Callable[[str], None]) -> Iterator[None]:
+    """What fails is told, and tried again with the next start: a full disk must not end the supervision."""
     try:
         yield
-    except ServerFailed as error:
+    except (ServerFailed, OSError) as error:
         ended(str(error))

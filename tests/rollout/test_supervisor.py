@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +84,86 @@ def test_a_server_that_ends_is_started_again(tmp_path):
         assert group.servers[0].pid != first
         assert "ended with status -9" in said
         assert group.restarts == 1
+
+
+def test_what_fails_around_a_restart_is_said_and_tried_again_beside_the_loop(tmp_path, monkeypatch):
+    stopped_in: list[threading.Thread] = []
+    stop = servers.stop
+
+    def recorded(started: list[servers.Server]) -> None:
+        stopped_in.append(threading.current_thread())
+        stop(started)
+        if len(stopped_in) == 1:
+            raise OSError("a process that cannot be ended")
+
+    async def run(group: Group) -> list[str]:
+        said: list[str] = []
+        back = asyncio.Event()
+
+        def again() -> None:
+            if group.restarts == 1:
+                raise OSError("no space left on device")
+            back.set()
+
+        task = asyncio.create_task(group.keep(0, said.append, again))
+        for _ in range(2):
+            group.servers[0].process.kill()
+            first = group.restarts
+            while group.restarts == first and not task.done():
+                await asyncio.sleep(0.05)
+        await asyncio.wait_for(back.wait(), 20)
+        task.cancel()
+        return said
+
+    monkeypatch.setattr(servers, "stop", recorded)
+    with Group([spec(tmp_path)], 0.1) as group:
+        said = asyncio.run(run(group))
+    assert [line for line in said if not line.startswith("the server ended")] == [
+        "a process that cannot be ended",
+        "no space left on device",
+    ]
+    assert threading.main_thread() not in stopped_in[:2]
+
+
+def test_a_number_that_was_given_back_gets_no_signal(tmp_path):
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        ended = SimpleNamespace(pid=other.pid, poll=lambda: 0, wait=lambda timeout_s: 0)
+        servers.stop([servers.Server(spec(tmp_path), ended)])
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_processes_of_a_server_that_has_ended_are_ended(tmp_path):
+    script = "import subprocess, sys; subprocess.Popen(['sleep', '60'])"
+    leader = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    assert leader.wait() == 0
+    assert servers.group_exists(leader.pid)
+    servers.stop([servers.Server(spec(tmp_path), leader)])
+    assert not servers.group_exists(leader.pid)
+
+
+def test_nonsense_is_not_healthy():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"nonsense\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert not servers.is_healthy(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
+
+
+def test_the_last_lines_of_a_long_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("".join(f"{i} {'x' * 99}\n" for i in range(2000)) + "the end\n")
+    assert servers.last_lines(log, 2) == f"1999 {'x' * 99}\nthe end"
 
 
 def test_the_state_names_the_servers_and_ends_them(tmp_path):

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlx import assemble, bridges
-from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.interrupt import Preemption
 from rlx.metrics.ledger import Ledger
@@ -22,6 +21,7 @@ from rlx.rollout.fleet import Fleet
 from rlx.rollout.health import watch
 from rlx.rollout.options import fleet_options
 from rlx.rollout.persistent import Persistent
+from rlx.rollout.server_checks import check_server
 from rlx.rollout.server_options import client, engine_options, server_fleet_options, server_specs
 from rlx.rollout.sglang import SglangEngine
 from rlx.rollout.sglang_http import SglangHttp
@@ -139,10 +139,8 @@ def open_serving(
     policy = bridges.published(config, model, trainable)
     if config.engine.kind == "local":
         serving = embedded(config, model, policy, version, ledger)
-        try:
+        with _ending(lambda: preemption.finish(_close(serving, []))):
             yield serving
-        finally:
-            preemption.finish(_close(serving, []))
         return
     if group is not None:
         servers.wait_ready(group.servers, config.inference.ready_timeout_s, preemption.check)
@@ -150,18 +148,28 @@ def open_serving(
     urls = list(config.inference.addresses) if group is None else group.urls
     links = [bridge.link() for _ in urls]
     engines = [_engine(config, model, url, link, version) for url, link in zip(urls, links, strict=True)]
+    asked = [_behind(config, engines)] if config.inference.router else engines
+    with _ending(lambda: preemption.finish(_disconnect(dict.fromkeys([*engines, *asked]), bridge))):
+        serve = _serve(config, engines, asked, bridge, policy, version, ledger, place)
+        serving, keepers = preemption.finish(serve)
+        with _ending(lambda: preemption.finish(_close(serving, keepers))):
+            if config.audit.at_start:
+                preemption.finish(bridges.audit_transport(engines, links, serving.fleet.weights, version))
+            yield serving
+
+
+@contextlib.contextmanager
+def _ending(end: Callable[[], None]) -> Iterator[None]:
+    """Calls `end` when its body is left. What the body raised is what goes on, with a note of what `end` did."""
     try:
-        serving, keepers = preemption.finish(_serve(config, engines, bridge, policy, version, ledger, place))
-    except BaseException:
-        preemption.finish(_disconnect(engines, bridge))
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as failure:
+            error.add_note(f"and then, while engines were let go: {failure!r}")
         raise
-    try:
-        if config.audit.at_start:
-            preemption.finish(bridges.audit_transport(engines, links, serving.fleet.weights, version))
-        yield serving
-    finally:
-        preemption.finish(_close(serving, keepers))
-        preemption.finish(_disconnect(engines, bridge))
+    end()
 
 
 def _engine(config: Config, model: assemble.Model, url: str, link: Link | AdapterLink, version: int) -> SglangEngine:
@@ -173,17 +181,17 @@ def _engine(config: Config, model: assemble.Model, url: str, link: Link | Adapte
 async def _serve(
     config: Config,
     engines: list[SglangEngine],
+    asked: list[SglangEngine],
     bridge: Bridge | AdapterBridge,
     policy: Any,
     version: int,
     ledger: Ledger,
     place: Place,
 ) -> tuple[Serving, list[asyncio.Task[None]]]:
-    """Every server checked and given the weights; from here on they are watched."""
+    """Every server checked and given the weights; from here on they are watched. asked: they, or their router."""
     for engine in engines:
-        await _check_fits(config, engine)
+        check_server(config, engine.name, await engine.served(), given=place.group is None)
     serving: Serving
-    asked = [_behind(config, engines)] if config.inference.router else engines
     timed = [TimedReplica(engine, lambda record: serving.record(record)) for engine in asked]
     staged = await bridge.prepare(policy, version)
     fleet = Fleet(timed, server_fleet_options(config), staged, version, ledger)
@@ -204,7 +212,17 @@ async def _serve(
         written = partial(write_state, place.directory, group)
         ended = [partial(fleet.eject, member, "ended") for member in fleet.members]
         keepers += [group.keep(i, said, written) for i, said in enumerate(ended)]
-    return serving, [asyncio.get_running_loop().create_task(keeper) for keeper in keepers]
+    tasks = [asyncio.get_running_loop().create_task(keeper) for keeper in keepers]
+    for task in tasks:
+        task.add_done_callback(_report)
+    return serving, tasks
+
+
+def _report(keeper: asyncio.Task[None]) -> None:
+    """At once, to the log: `_close`, which raises it, may be hours away."""
+    if not keeper.cancelled() and (error := keeper.exception()) is not None:
+        said = {"message": "an engine is not watched any more", "exception": error, "task": keeper}
+        keeper.get_loop().call_exception_handler(said)
 
 
 def _probe(config: Config, http: SglangHttp) -> Callable[[], Awaitable[object]]:
@@ -223,30 +241,23 @@ def _behind(config: Config, workers: list[SglangEngine]) -> SglangEngine:
     return SglangEngine(client(config, config.inference.router), options, load, version=workers[0].version)
 
 
-async def _check_fits(config: Config, engine: SglangEngine) -> None:
-    """Raises ConfigError for a server that was started for less than the run asks of it."""
-    served = await engine.served()
-    if served.input_limit < config.engine.context:
-        raise ConfigError(
-            f"config.engine.context = {config.engine.context}: {engine.name} was started for prompts of "
-            f"{served.input_limit} tokens; start it with a longer --context-length, or lower the context"
-        )
-
-
 async def _close(serving: Serving, keepers: list[asyncio.Task[None]]) -> None:
     """Ends what the run has under way. Raises what a keeper failed with: nobody was watching since."""
     for keeper in keepers:
         keeper.cancel()
     ended = await asyncio.gather(*keepers, return_exceptions=True)
-    await serving.publisher.close()
-    await serving.fleet.__aexit__(None, None, None)
+    try:
+        await serving.publisher.close()
+    finally:
+        await serving.fleet.__aexit__(None, None, None)
     failures = [error for error in ended if isinstance(error, Exception)]
     if failures:
         raise ExceptionGroup("engines were not watched", failures)
 
 
-async def _disconnect(engines: list[SglangEngine], bridge: Bridge | AdapterBridge) -> None:
-    """Nothing of the run asks a server for anything when this returns."""
-    await bridge.close()
-    for engine in engines:
-        await engine.close()
+async def _disconnect(engines: Iterable[SglangEngine], bridge: Bridge | AdapterBridge) -> None:
+    """Nothing of the run asks a server for anything when this returns, whatever it raises."""
+    async with contextlib.AsyncExitStack() as closing:
+        for engine in engines:
+            closing.push_async_callback(engine.close)
+        closing.push_async_callback(bridge.close)  # the first of them: it may still ask engines for something

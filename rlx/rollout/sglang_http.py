@@ -66,6 +66,7 @@ class SglangHttp:
         self.server = server
         self.sent_bytes = self.received_bytes = self.retried = 0  # bodies; since the start
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def get(self, path: str, *, timeout_s: float = 30.0, admin: bool = False) -> Any:
         """The parsed answer. Looking has no effect, so a lost answer is asked for, too. Raises what `post` does."""
@@ -121,11 +122,15 @@ class SglangHttp:
         return answer
 
     async def close(self) -> None:
+        """For good: what comes late, as the abort of a request that was given up, raises EngineError ("closed")."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineError(f"{self.server.url}: nothing is asked of it any more", reason="closed")
         if self._session is None or self._session.closed:
             # How many run at once is the caller's business: a limit here would be a queue that nobody sees.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)

@@ -103,7 +103,7 @@ test-sglang: $(STAMP) $(SGLANG)/.installed  ## tests with real SGLang servers on
 .PHONY: $(SGLANG)
 $(SGLANG): $(SGLANG)/.installed
 
-$(SGLANG)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
+$(SGLANG)/.installed: requirements/sglang.txt requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
 	@python=; \
 	for candidate in $(if $(PYTHON_SGLANG),'$(PYTHON_SGLANG)',python3.11 "$$HOME"/.pyenv/versions/3.11*/bin/python); do \
 	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then python=$$candidate; break; fi; \

@@ -95,7 +95,7 @@ def get_config() -> ConfigDict:
     c.producer.max_policy_lag = 0  # updates between a token and its training; 0 = one after the other, 6 = overlap
     c.producer.publication = "refresh"  # barrier | refresh | drain: how engines get new weights, docs/async.md
     c.producer.sessions_in_flight = 96  # open sessions
-    c.producer.engine_admission = 0  # requests that an engine runs at once, 0 = engine.slots
+    c.producer.engine_admission = 0  # requests that an engine runs at once, 0 = engine.slots, of sglang the profile's
     c.producer.http_admission = 0  # requests sent to an engine and not yet answered, 0 = 2 x its admission
     c.producer.max_concurrent_samples = 0  # submitted and not yet graded; 0 = max(a collection, 2 x the fleet's slots)
     c.producer.session_token_limit = 0  # tokens from which a session is given no further turn, 0 = none

@@ -92,6 +92,7 @@ def test_an_engine_that_was_restarted_meanwhile_is_not_held_to_it(audit):
     fleet = Fleet([wrong])
     fleet.members[0].in_service = False
     audit([wrong], fleet)
+    assert fleet.ejected == []
 
 
 def test_an_audit_leaves_the_event_loop_alone_and_computes_once(monkeypatch):

@@ -14,15 +14,15 @@ from rlx.config.schema import Config
 from rlx.layouts import Comparison, TensorError, compare
 from rlx.models.hf_config import read_config
 from rlx.parallel.layout import Layout, LayoutError, parse_layout
-from rlx.verify_layout import GRADIENT_TOLERANCE, LOSS_TOLERANCE, judged
+from rlx.verify_layout import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, judged
 
 EIGHT = ("TP1 PP1 CP2 DP4", "TP2 PP2 CP2", "PP4 DP2")
 OFTEN = [
-    *(("dense", layout, rank) for layout, rank in zip(("TP4 PP3 CP2 DP1", *EIGHT), (4, 0, 4, 4), strict=True)),
+    *(("dense", layout, rank) for layout, rank in zip(("TP4 PP3 CP2 DP1", *EIGHT), (4, 0, 4, 0), strict=True)),
     *(("moe", layout, rank) for layout, rank in (("TP4 PP3 CP2 DP1 EP8", 0), ("DP8 EP8", 4))),
     *(("hybrid", layout, rank) for layout, rank in (("TP2 PP2 CP2", 4), ("CP2 DP4", 0))),
     *(("mla", layout, rank) for layout, rank in (("TP2 DP2 CP2 EP4", 4), ("TP2 PP2 CP2 EP2", 0))),
-    *(("k3", layout, rank) for layout, rank in (("TP4 PP3 CP2 DP1 EP8", 4), ("TP2 DP2 CP2 EP4", 0))),
+    ("k3", "TP2 DP2 CP2 EP4", 4),
 ]
 KINDS = ("dense", "moe", "hybrid", "mla", "k3")
 ALL = [
@@ -53,7 +53,7 @@ def test_a_layout_computes_what_one_device_does(kind, layout, rank):
     found, _ = compared(kind, layout, rank)
     assert found.loss_error <= LOSS_TOLERANCE
     assert found.worst.error <= GRADIENT_TOLERANCE, found.worst
-    assert max(change.error for change in found.changes) <= GRADIENT_TOLERANCE
+    assert max(change.error for change in found.changes) <= UPDATE_TOLERANCE
 
 
 @pytest.mark.exhaustive
@@ -76,7 +76,7 @@ def test_a_wrong_tensor_is_found_and_named():
         report = judged(Comparison(Layout(dp=2), 0.0, (*good, TensorError("c", bad)), good), None)
         assert (report["ok"], report["worst_tensor"], report["devices"]) == (False, "c", 2)
     assert not judged(Comparison(Layout(), 2e-9, good, good), None)["ok"]
-    assert not judged(Comparison(Layout(), 0.0, good, (TensorError("c", 2e-8),)), None)["ok"]
+    assert not judged(Comparison(Layout(), 0.0, good, (TensorError("c", 2e-5),)), None)["ok"]
     json.dumps(report)
 
 

@@ -165,7 +165,7 @@ def test_a_request_goes_on_under_the_adapter_that_it_began_with(server, tmp_path
         first = await link(http, adapter(1), 1)
         body = {
             "input_ids": TEXTS[0].tolist(),
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True},
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True},
             "return_logprob": True,
             "lora_path": first,
         }

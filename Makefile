@@ -25,7 +25,9 @@ LATEST := .venv-jax-latest
 SGLANG := .venv-sglang
 MODEL := models/smollm2-135m-instruct
 # What depends on jax's own interfaces; CI runs it, `make test-jax-latest` runs every fast test.
-COMPATIBILITY := tests/test_typechecks.py tests/kernels tests/learner tests/models tests/rollout tests/test_checkpoint.py
+COMPATIBILITY := tests/test_typechecks.py tests/kernels/test_logprob_dispatch.py tests/kernels/test_logprob_sharded.py \
+  tests/kernels/test_logprob_float64.py tests/kernels/test_attention.py tests/kernels/test_grouped_matmul.py \
+  tests/kernels/test_delta_rule.py tests/learner tests/models tests/rollout/test_local.py tests/test_checkpoint.py
 PYTEST := -m pytest -m
 
 # A pyenv shim may carry the name of a Python that is not there, so every candidate is run, not only looked for.

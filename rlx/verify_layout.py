@@ -3,8 +3,9 @@
     rlx verify-layout --config=configs/tiny_moe.py --layout="TP2 DP2 CP2 EP4"
     rlx verify-layout --config=configs/tiny_dense.py --layout=TP4,PP3,CP2 --dtype=float32 --json
 The devices are virtual ones of this CPU: nothing else is needed. config.model.path needs a config.json and no weights,
-which are drawn. In float64 the loss must agree within 1e-9 of the mean loss of a token and every gradient within 1e-8
-of its norm (and what one update changes within 1e-5); in float32 within 5 times what one device's float32 is from its own float64, and at least 1e-6.
+which are drawn. In float64 the loss must agree within 1e-9 of the mean loss of a token, every gradient within 1e-8 of
+its norm and what one update changes within 1e-5; in float32 within 5 times what one device's float32 is from its own
+float64, and at least 1e-6.
 """
 
 from __future__ import annotations

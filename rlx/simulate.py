@@ -12,7 +12,6 @@ answer. Without --config it simulates configs/simulate_target.py.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,9 @@ from typing import Any
 from absl import flags
 
 from rlx import cli
-from rlx.config.errors import ConfigError, unknown_key
+from rlx.config.axes import Axis, axis, grid
+from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
-from rlx.config.parse import schema_keys
 from rlx.config.schema import Config
 from rlx.config.simulation import SimulateConfig
 from rlx.simulation import fit
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = own_flags()
     base = config_or_exit(argv, own, __doc__ or "", simulated=True)
     fitted = fit.from_run(Path(own["fit"].value), base) if own["fit"].value else None
-    axes = [axis(text) for text in own["sweep"].value or ()]
+    axes = [axis("--sweep", text) for text in own["sweep"].value or ()]
     if fitted is not None:
         refuse_fitted(argv, axes)
     # All are looked at before the first is simulated, which may take minutes.
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def refuse_fitted(argv: Sequence[str], axes: Sequence[tuple[str, list[str]]]) -> None:
+def refuse_fitted(argv: Sequence[str], axes: Sequence[Axis]) -> None:
     """Raises ConfigError for settings that a fit would replace without a word."""
     given = [word.lstrip("-").partition("=")[0].removeprefix("config.") for word in argv]
     wrong = [key for key in [*given, *(key for key, _ in axes)] if key.startswith("simulate.")]
@@ -98,31 +97,11 @@ def refuse_fitted(argv: Sequence[str], axes: Sequence[tuple[str, list[str]]]) ->
         )
 
 
-def axis(text: str) -> tuple[str, list[str]]:
-    """("producer.max_policy_lag", ["1", "4"]) of `max_policy_lag=1,4`. A name that one key alone has stands for it.
-
-    Raises:
-      ConfigError: no such key, several of them, or no values.
-    """
-    name, _, values = text.partition("=")
-    known = [key for key, hint in schema_keys() if not dataclasses.is_dataclass(hint)]
-    full = name if name.startswith("config.") else f"config.{name}"
-    matches = [full] if full in known else [k for k in known if "." not in name and k.endswith(f".{name}")]
-    if not matches:
-        raise ConfigError(f"--sweep: {unknown_key(full, values, known)}")
-    if len(matches) > 1:
-        raise ConfigError(f"--sweep {name}: which one of {', '.join(matches)}?")
-    if not all(values.split(",")):
-        raise ConfigError(f"--sweep {text}: give values, for instance {name}=1,2,4")
-    return matches[0].removeprefix("config."), values.split(",")
-
-
 def swept(
-    argv: Sequence[str], base: Config, axes: Sequence[tuple[str, list[str]]], fitted: SimulateConfig | None
+    argv: Sequence[str], base: Config, axes: Sequence[Axis], fitted: SimulateConfig | None
 ) -> Iterator[tuple[dict[str, str], Config]]:
     """Every combination of the axes' values, the last axis fastest: what it sets, and the configuration."""
-    for values in itertools.product(*(values for _, values in axes)):
-        setting = dict(zip((key for key, _ in axes), values))
+    for setting in grid(axes):
         changes = [f"--config.{key}={value}" for key, value in setting.items()]
         config = config_or_exit([*argv, *changes], own_flags(), "", simulated=True) if changes else base
         if fitted is not None:

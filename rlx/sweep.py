@@ -10,7 +10,6 @@ made with other settings is refused.
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,15 +20,16 @@ from absl import flags
 from tqdm import tqdm
 
 from rlx import cli
-from rlx.config.errors import ConfigError, unknown_key
+from rlx.config.axes import axis, grid
+from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.identity import RUN, check_same, flat
-from rlx.config.parse import schema_keys, to_dict
+from rlx.config.parse import to_dict
 from rlx.config.schema import Config
 from rlx.metrics.jsonl import read_json
 from rlx.metrics.view import setting
 from rlx.proxy import sweep
-from rlx.proxy.sweep import Axis, Planned
+from rlx.proxy.sweep import Planned
 
 LOG = "train.log"
 # Beside `RUN`, what runs are compared by; timeouts and the like may change.
@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = own_flags()
     base = config_or_exit(argv, own, __doc__ or "")
     value: dict[str, Any] = own.flag_values_dict()
-    axes = [axis(text) for text in value["axis"]]
+    axes = [axis("--axis", text) for text in value["axis"]]
     if not axes:
         raise ConfigError("--axis is missing: name a setting and its values, as in --axis=learning_rate=1e-4,1e-3")
     tree = to_dict(base)
     recipe = {key: str(setting(tree, key)) for key, _ in axes}
-    points = sweep.one_at_a_time(axes, recipe) if value["one_at_a_time"] else sweep.grid(axes)
+    points = sweep.one_at_a_time(axes, recipe) if value["one_at_a_time"] else grid(axes)
     planned = sweep.plan(points, range(value["seeds"]))
     words = recipe_words(argv)
     check_all(words, base.run.path, planned)
@@ -64,25 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"{p.run}: {' '.join(p.changes)}" for p in planned))
         return 0
     return run_all(words, base, planned)
-
-
-def axis(text: str) -> Axis:
-    """("learner.learning_rate", ["1e-4", "1e-3"]) of `learning_rate=1e-4,1e-3`: a name that one key has is enough.
-
-    Raises:
-      ConfigError: no such key, several of them, or no values.
-    """
-    name, _, values = text.partition("=")
-    known = [key for key, hint in schema_keys() if not dataclasses.is_dataclass(hint)]
-    full = name if name.startswith("config.") else f"config.{name}"
-    matches = [full] if full in known else [k for k in known if "." not in name and k.endswith(f".{name}")]
-    if not matches:
-        raise ConfigError(f"--axis: {unknown_key(full, values, known)}")
-    if len(matches) > 1:
-        raise ConfigError(f"--axis {name}: which one of {', '.join(matches)}?")
-    if not all(values.split(",")):
-        raise ConfigError(f"--axis {text}: give values, for instance {name}=1,2,4")
-    return matches[0].removeprefix("config."), values.split(",")
 
 
 def recipe_words(argv: Sequence[str]) -> list[str]:

@@ -9,9 +9,10 @@ import pytest
 
 from rlx import cli
 from rlx.config import recipe
+from rlx.config.axes import axis
 from rlx.config.errors import ConfigError
 from rlx.config.parse import dump, parse
-from rlx.simulate import axis, main, refuse_fitted
+from rlx.simulate import main, refuse_fitted
 from rlx.simulation.run import simulate
 from tests.simulation.small import hidden
 
@@ -89,7 +90,7 @@ def test_a_fit_replaces_what_is_simulated(capsys, small, tmp_path):
 @pytest.mark.parametrize("word", ["--config.simulate.engines.step_seconds=2", "--sweep=step_seconds=1,2"])
 def test_what_a_fit_would_replace_is_refused(word):
     with pytest.raises(ConfigError, match=r"config\.simulate\.engines\.step_seconds: --fit takes it"):
-        refuse_fitted(["rlx simulate", word], [axis(word.partition("=")[2])] if "sweep" in word else [])
+        refuse_fitted(["rlx simulate", word], [axis("--sweep", word.partition("=")[2])] if "sweep" in word else [])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_what_a_fit_would_replace_is_refused(word):
     ],
 )
 def test_a_key_may_be_short(text, key):
-    assert axis(text) == (key, ["1"])
+    assert axis("--sweep", text) == (key, ["1"])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_key_may_be_short(text, key):
 )
 def test_a_wrong_sweep_is_refused(text, said):
     with pytest.raises(ConfigError, match=said):
-        axis(text)
+        axis("--sweep", text)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlx.config.axes import Axis
 from rlx.metrics.jsonl import read_json, write_json
 from rlx.proxy.ranking import label
 from rlx.proxy.runs import SWEEP
-
-Axis = tuple[str, Sequence[str]]  # a dotted key below `config`, and its values as they are written
 
 
 class Planned(NamedTuple):
@@ -27,12 +25,6 @@ class Planned(NamedTuple):
     def changes(self) -> list[str]:
         """As words of a command line."""
         return [f"--config.{key}={value}" for key, value in {**self.settings, "run.seed": self.seed}.items()]
-
-
-def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """Every combination of the axes' values, the last axis fastest."""
-    keys = [key for key, _ in axes]
-    return [dict(zip(keys, values)) for values in itertools.product(*(values for _, values in axes))]
 
 
 def one_at_a_time(axes: Sequence[Axis], base: Mapping[str, str]) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from rlx import sweep as command
+from rlx.config.axes import axis, grid
 from rlx.config.errors import ConfigError
 from rlx.config.parse import to_dict
 from rlx.metrics.jsonl import write_json
@@ -19,7 +20,7 @@ AXES = [("learner.learning_rate", ["0.1", "0.2"]), ("rollout.group_size", ["4", 
 
 def test_a_grid_has_every_combination():
     rates = [("0.1", "4"), ("0.1", "8"), ("0.2", "4"), ("0.2", "8")]
-    assert sweep.grid(AXES) == [{"learner.learning_rate": a, "rollout.group_size": b} for a, b in rates]
+    assert grid(AXES) == [{"learner.learning_rate": a, "rollout.group_size": b} for a, b in rates]
 
 
 def test_one_at_a_time_starts_from_the_recipe():
@@ -29,7 +30,7 @@ def test_one_at_a_time_starts_from_the_recipe():
 
 
 def test_whole_seeds_come_first():
-    planned = sweep.plan(sweep.grid(AXES[:1]), range(2))
+    planned = sweep.plan(grid(AXES[:1]), range(2))
     assert [(p.label, p.seed) for p in planned] == [
         ("learning_rate=0.1", 0),
         ("learning_rate=0.2", 0),
@@ -48,11 +49,11 @@ def test_a_name_must_tell_runs_apart():
 
 
 def test_an_axis_is_a_setting():
-    assert command.axis("producer.max_policy_lag=1,4") == ("producer.max_policy_lag", ["1", "4"])
+    assert axis("--axis", "producer.max_policy_lag=1,4") == ("producer.max_policy_lag", ["1", "4"])
     with pytest.raises(ConfigError, match=r"no such key; the nearest is config.producer.max_policy_lag"):
-        command.axis("producer.max_policy_lagg=1")
+        axis("--axis", "producer.max_policy_lagg=1")
     with pytest.raises(ConfigError, match="give values"):
-        command.axis("max_policy_lag=")
+        axis("--axis", "max_policy_lag=")
 
 
 @pytest.mark.parametrize("change", [{"learner__learning_rate": 0.2}, {"rollout__group_size": 4}, {"run__seed": 5}])

@@ -1,11 +1,10 @@
 """The sample page and TensorBoard's dashboard as a browser shows them."""
 
-import os
-
 import pytest
 
 from docs import screenshots
 from docs.screenshots import BrowserMissing, dashboard, find_browser, sample_page, started
+from tests import browser as browser_tests
 from tests import run_directory, tiny_run
 
 pytestmark = pytest.mark.slow
@@ -13,13 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Where there is no browser its tests are skipped, but not in CI: `make system-deps` installs one there."""
-    try:
-        find_browser()
-    except BrowserMissing as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    browser_tests.require()
     return run_directory.write(tiny_run.write(tmp_path_factory.mktemp("pages")))
 
 

@@ -1,14 +1,14 @@
 """A comparison's page and TensorBoard's view of a sweep as a browser shows them."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from docs.screenshots import BrowserMissing, dashboard, find_browser, hparams, opened, report_page, started
+from docs.screenshots import dashboard, hparams, opened, report_page, started
 from rlx.proxy.charts import comparison
 from rlx.proxy.foreign import read_runs
 from rlx.proxy.report import Report, Table
+from tests import browser as browser_tests
 from tests import run_directory, tiny_run
 from tests.proxy import made_runs
 
@@ -17,13 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def browser():
-    """Where there is no browser its tests are skipped, but not in CI: `make system-deps` installs one there."""
-    try:
-        find_browser()
-    except BrowserMissing as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    browser_tests.require()
     with started() as browser:
         yield browser
 

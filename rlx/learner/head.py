@@ -29,8 +29,8 @@ def sharded_token_stats(
     """`rlx_kernels.logprob.token_stats` of tokens over all devices, the vocabulary over tp."""
     layout = placement.layout
     padding = -len(hidden) % (layout.devices // layout.tp)
-    padded = [None if x is None else jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in (hidden, targets)]
-    ids = None if candidates is None else jnp.pad(candidates, ((0, padding), (0, 0)))
+    pad = lambda x: jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)])  # noqa: E731
+    rows, ids, others = jax.tree.map(pad, (hidden, targets, candidates))
     tokens = PartitionSpec(TOKENS)
 
     def local(hidden: Array, head: Array, targets: Array, candidates: Array | None) -> TokenStats:
@@ -50,5 +50,5 @@ def sharded_token_stats(
         mesh=placement.mesh,
         in_specs=(tokens, PartitionSpec("tp"), tokens, tokens),
         out_specs=tokens,
-    )(padded[0], head, padded[1], ids)
+    )(rows, head, ids, others)
     return jax.tree.map(lambda x: x[: len(hidden)], stats)

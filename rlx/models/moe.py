@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -155,11 +157,9 @@ def _routed(
     if placement is not None and placement.layout.ep > 1:
         y, dropped = _exchanged(experts, inside, inner, wanted, gains, placement)
     else:
-        # Sorted by expert; what is not seen comes last, into no group.
-        order = jnp.argsort(wanted.reshape(-1), stable=True)
-        sizes = jnp.zeros(experts.count, jnp.int32).at[wanted.reshape(-1)].add(1, mode="drop")
-        made = _through(experts, inside, inner[order // experts.top_k], sizes)
-        made = made[jnp.argsort(order)].reshape(*choices.shape, -1)
+        through = partial(_through, experts, inside)
+        made = expert.by_expert(through, inner, wanted.reshape(-1), experts.count, copies=experts.top_k)
+        made = made.reshape(*choices.shape, -1)
         y, dropped = (made * gains[..., None].astype(made.dtype)).sum(axis=1), jnp.int32(0)
     if experts.latent_norm:
         y = rms_norm(y, weights.params["routed_expert_norm"], arch.rms_norm_eps)

@@ -21,9 +21,12 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rlx.parallel.layout import AXES
 from rlx.parallel.mesh import Placement
+from rlx.parallel.rules import axes_of
 
 # (local experts' parameters, rows sorted by expert, rows of each local expert) -> rows
 Compute = Callable[[PyTree[Array], Array, Array], Array]
+# Tokens are cut over all axes but the stages', each of which has its own layers.
+TOKENS = tuple(axis for axis in AXES if axis != "pp")
 
 
 class Sent(NamedTuple):
@@ -55,16 +58,15 @@ def run(
       parameters: of all experts; those that lead with the experts are cut over `layout.expert_axes` (`partitions`).
       choices: `count` where a token wants no expert.
     """
-    tokens = tuple(axis for axis in AXES if axis != "pp")
-    over = placement.layout.dp * placement.layout.cp * placement.layout.tp
-    axes, devices = placement.layout.expert_axes, placement.layout.ep
-    padding = -len(x) % over
+    layout = placement.layout
+    axes, devices = layout.expert_axes, layout.ep
+    padding = -len(x) % (layout.devices // layout.pp)
     wanted = jnp.pad(choices, ((0, padding), (0, 0)), constant_values=count)
     local = partial(_local, compute, axes, devices, count, placement.expert_capacity)
-    cut = PartitionSpec(tokens)
+    cut = PartitionSpec(TOKENS)
     # Not tracked: jax would name a pipeline's axis, that of the `shard_map` around this one, twice.
     mesh = None if placement.inside else placement.mesh
-    over_devices = partial(jax.shard_map, mesh=mesh, axis_names=set(tokens), check_vma=False)
+    over_devices = partial(jax.shard_map, mesh=mesh, axis_names=set(TOKENS), check_vma=False)
 
     def forward(parameters: PyTree[Array], x: Array, gains: Array, choices: Array) -> tuple[Array, Array]:
         specs = (partitions, cut, cut, cut)
@@ -74,7 +76,7 @@ def run(
         def pulled(parameters: PyTree[Array], x: Array, gains: Array, choices: Array, d_y: Array) -> tuple:
             _, pull = jax.vjp(lambda p, x, g: local(p, x, g, choices)[0], parameters, x, gains)
             d_parameters, *others = pull(d_y)
-            return _summed(d_parameters, partitions, tokens), *others
+            return _summed(d_parameters, partitions), *others
 
         specs = (partitions, cut, cut, cut, cut)
         return *over_devices(pulled, in_specs=specs, out_specs=(partitions, cut, cut))(*kept, cotangents[0]), None
@@ -88,12 +90,11 @@ def run(
     return y[: len(x)], dropped
 
 
-def _summed(tree: PyTree[Array], partitions: PyTree[PartitionSpec], over: tuple[str, ...]) -> PyTree[Array]:
+def _summed(tree: PyTree[Array], partitions: PyTree[PartitionSpec]) -> PyTree[Array]:
     """Gradients, each over the devices that hold the same part."""
 
     def one(x: Array, own: PartitionSpec) -> Array:
-        cut = {axis for part in own if part is not None for axis in ((part,) if isinstance(part, str) else part)}
-        rest = tuple(axis for axis in over if axis not in cut)
+        rest = tuple(axis for axis in TOKENS if axis not in axes_of(own))
         return jax.lax.psum(x, rest) if rest else x
 
     return jax.tree.map(one, tree, partitions)
@@ -120,12 +121,12 @@ def _local(
     rows = rows.at[sent.device, sent.place].set(x[jnp.arange(n * top_k) // top_k], mode="drop")
     expert = jnp.full((devices, block), mine, jnp.int32).at[sent.device, sent.place].set(wishes % mine, mode="drop")
     got, wanted = _exchange(rows, axes), _exchange(expert, axes)
-    made = _by_expert(compute, parameters, got.reshape(-1, x.shape[1]), wanted.reshape(-1), mine)
+    made = by_expert(partial(compute, parameters), got.reshape(-1, x.shape[1]), wanted.reshape(-1), mine)
     back = _exchange(made.reshape(rows.shape), axes)
     taken = back.at[sent.device, sent.place].get(mode="fill", fill_value=0).reshape(n, top_k, -1)
     y = (taken * gains[..., None].astype(taken.dtype)).sum(axis=1)
     dropped = ((wishes < count) & (sent.device == devices)).sum()
-    return y, jax.lax.psum(dropped, tuple(axis for axis in AXES if axis != "pp"))
+    return y, jax.lax.psum(dropped, TOKENS)
 
 
 def _places(device: Int[Array, " m"], devices: int, block: int) -> Sent:
@@ -142,8 +143,20 @@ def _exchange(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
 
 
-def _by_expert(compute: Compute, parameters: PyTree[Array], x: Array, expert: Array, count: int) -> Array:
-    """`compute` over rows sorted by expert, in the order they came; what wants none gives 0."""
+def by_expert(
+    compute: Callable[[Array, Array], Array],
+    x: Float[Array, "n d"],
+    expert: Int[Array, " m"],
+    count: int,
+    copies: int = 1,
+) -> Float[Array, "m o"]:
+    """`compute` of rows sorted by expert, in the order they came.
+
+    Args:
+      compute: (sorted rows, rows of each of the `count` experts) -> rows.
+      expert: of each row; what is `count` comes last, to no expert, and gives 0.
+      copies: rows that are made of each of x, side by side: m = n * copies.
+    """
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.zeros(count, jnp.int32).at[expert].add(1, mode="drop")
-    return compute(parameters, x[order], sizes)[jnp.argsort(order)]
+    return compute(x[order // copies], sizes)[jnp.argsort(order)]

@@ -46,9 +46,6 @@ class Placement:
     micro_batches: int = 1
     expert_capacity: float = 1.0
 
-    def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
-
     def rows(self, x: Array) -> Array:
         """`x` [rows, tokens, ...] with rows over dp and tokens over cp."""
         spec = PartitionSpec("dp", "cp", *(None,) * (x.ndim - 2))

@@ -25,11 +25,6 @@ from rlx.parallel.mesh import Placement
 Step = Callable[[PyTree[Array], PyTree[Array], PyTree[Array]], tuple[PyTree[Array], Any]]
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """The share of stage-steps in which a stage has nothing to work on."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def run(
     placement: Placement,
     step: Step,

@@ -23,13 +23,17 @@ def partition(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout, siz
     cut: list[str | tuple[str, ...] | None] = [
         _axis(name, size, layout, sizes) for name, size in zip(axes, shape, strict=True)
     ]
-    used = {axis for part in cut if part is not None for axis in ((part,) if isinstance(part, str) else part)}
-    if layout.dp > 1 and "dp" not in used:
+    if layout.dp > 1 and "dp" not in axes_of(PartitionSpec(*cut)):
         free = [i for name in ZERO for i, own in enumerate(axes) if own == name and cut[i] is None]
         dimension = next((i for i in free if shape[i] % layout.dp == 0), None)
         if dimension is not None:
             cut[dimension] = "dp"
     return PartitionSpec(*cut)
+
+
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """The axes of the mesh that an array is cut over."""
+    return {axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)}
 
 
 def _axis(name: str, size: int, layout: Layout, sizes: Divisible) -> str | tuple[str, ...] | None:

@@ -10,12 +10,14 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from rlx import train
 from rlx.checkpoint import Checkpoints
+from rlx.interrupt import Preemption
 from rlx.recorder import Recorder
 from rlx.rollout.local import LocalEngine
 
@@ -31,18 +33,25 @@ PHASES: dict[str, tuple[Any, str]] = {  # what is called in a phase; the signal 
 
 @contextlib.contextmanager
 def interrupting(name: str, phase: str, count: int) -> Iterator[None]:
-    """Signal `name` is sent to this process the `count`-th time that it is in `phase`."""
+    """Signal `name` is sent to this process the `count`-th time that it is in `phase`, which waits for its handler:
+    the main thread runs it, and another one would be phases ahead on a busy machine."""
     owner, attribute = PHASES[phase]
     call = getattr(owner, attribute)
     calls = itertools.count(1)
+    handle, handled = Preemption._handle, threading.Event()
+
+    def noted(*args: Any) -> None:
+        handle(*args)
+        handled.set()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
         if next(calls) == count:
             os.kill(os.getpid(), getattr(signal, name))
+            assert handled.wait(60)
         return result
 
-    with mock.patch.object(owner, attribute, counted):
+    with mock.patch.object(owner, attribute, counted), mock.patch.object(Preemption, "_handle", noted):
         yield
 
 

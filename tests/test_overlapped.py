@@ -68,9 +68,11 @@ def test_every_token_is_in_one_bin(run):
     assert books["trained"].tokens
     assert books["evaluated"].tokens
     written = sum(len(s["logprobs"]) for s in trained(run))
-    ended = sum(books[name].tokens for name in ("trained", "no_signal", "masked", "too_long", "failed"))
-    assert written == ended
-    assert books.total.tokens == ended + sum(books[n].tokens for n in ("evaluated", "stale", "in_flight", "buffered"))
+    ended = sum(books[name].tokens for name in ("trained", "no_signal", "masked", "too_long"))
+    failed = books["failed"].tokens  # of a group that is still buffered: booked at once, recorded with its group
+    assert ended <= written <= ended + failed
+    others = ("evaluated", "stale", "in_flight", "buffered")
+    assert books.total.tokens == ended + failed + sum(books[name].tokens for name in others)
 
 
 def test_no_group_is_trained_twice(run):

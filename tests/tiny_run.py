@@ -35,6 +35,7 @@ def get_config():
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 4
     c.engine.steps_per_dispatch = 1
+    c.grader.timeout_s = 200.0  # a busy machine stands still for seconds, and two runs would differ
     return c
 """
 

@@ -1,4 +1,4 @@
-"""Three times three gated delta net layers and one of attention, Qwen3.5's pattern, to verify layouts with.
+"""Four times three gated delta net layers and one of attention, Qwen3.5's pattern, to verify layouts with.
 
 rlx verify-layout --config=configs/tiny_hybrid.py --layout="TP2 DP2 CP2"
 """

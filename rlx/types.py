@@ -32,6 +32,8 @@ class StopReason(enum.StrEnum):
     LENGTH = "length"  # max_new_tokens or the engine's context was reached
     ABORT = "abort"  # cancelled by the caller
     SESSION_LIMIT = "session_limit"  # the session had session_token_limit tokens; graded on its work so far
+    TURN_LIMIT = "turn_limit"  # the session had tools.max_turns responses and called a tool in the last one; as above
+    TOOL_LIMIT = "tool_limit"  # the session's tools had run for tools.session_seconds; as above
 
 
 class Count(NamedTuple):

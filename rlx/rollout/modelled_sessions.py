@@ -101,6 +101,9 @@ class ModelledEnvironment:
         reward = float(self._draw() < self._work.pass_rates[self._task])
         return Verdict(Grade(reward, "", "", seconds, Outcome.GRADED), "")
 
+    async def close(self) -> None:
+        return None
+
     async def _spend(self, draw: Draw) -> float:
         seconds = draw.at(self._draw())
         if seconds > 0:

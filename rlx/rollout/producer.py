@@ -173,7 +173,10 @@ class Producer:
             finally:
                 self.sessions.leave(opened)
             self._fill()
-            verdict = await self._grade(session, environment)
+            try:
+                verdict = await self._grade(session, environment)
+            finally:
+                await self._release(environment)
         except (EnvironmentFailed, EngineError) as error:
             reason = error.reason if isinstance(error, EnvironmentFailed) else f"engine_{error.reason}"
             self._drop(session, reason, error)
@@ -197,7 +200,10 @@ class Producer:
                     raise _no_room(session)
                 session.stop = stop
                 return environment
-            except EnvironmentFailed as error:
+            except BaseException as error:
+                await self._release(environment)
+                if not isinstance(error, EnvironmentFailed):
+                    raise
                 self.failures[error.reason] += 1
                 if attempt == self.options.retries or error.reason == "prompt_too_long":
                     raise
@@ -205,6 +211,13 @@ class Producer:
                 session.transcript = Transcript()
             await asyncio.sleep(self.options.backoff_s * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
+
+    async def _release(self, environment: Guarded) -> None:
+        """What a session's environment does while it closes is no longer the session's business."""
+        try:
+            await environment.close()
+        except EnvironmentFailed as error:
+            self.failures[error.reason] += 1
 
     async def _respond(self, session: Session, transcript: Transcript) -> None:
         """Let the policy write the rest of its response, on as many engines as it takes."""
@@ -277,7 +290,7 @@ class Producer:
     # ------------------------------------------------------------------------------------------------- a sample's end
 
     def _keep(self, session: Session, verdict: Verdict) -> None:
-        group, stop = session.group, session.stop
+        group, stop = session.group, verdict.stop_reason or session.stop
         assert stop is not None
         group.samples[session.index] = session.transcript.sample(
             group.task, group.number, session.index, verdict, stop, zero_truncated=self.sampling.zero_reward_truncated

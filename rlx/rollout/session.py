@@ -34,6 +34,10 @@ class Environment(Protocol):
         """Judges the session, once: when it is over, or when a limit stopped it."""
         ...
 
+    async def close(self) -> None:
+        """Releases what it holds; called once, whatever happened before."""
+        ...
+
 
 class Graders(Protocol):
     """`rlx.envs.graders.GraderPool`, or what stands for it."""
@@ -65,6 +69,9 @@ class TaskEnvironment:
         text = self._tokenizer.decode(transcript.turns[-1].response())
         return Verdict(await asyncio.wrap_future(self._graders.grade(self._task, text)), text)
 
+    async def close(self) -> None:
+        return None
+
 
 class EnvironmentFailed(RuntimeError):
     """An environment or its grader raised, hung or said what makes no sense; `reason` is a short name for it."""
@@ -95,6 +102,9 @@ class Guarded:
                 "grader_nonsense", f"a grade must be a Verdict with a finite reward, got {verdict!r}"
             )
         return verdict
+
+    async def close(self) -> None:
+        await self._call("environment", self._environment.close())
 
     async def _call[T](self, what: str, work: Coroutine[Any, Any, T]) -> T:
         try:

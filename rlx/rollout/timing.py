@@ -124,6 +124,9 @@ class TimedEnvironment:
         )
         return verdict
 
+    async def close(self) -> None:
+        await self._environment.close()
+
 
 def timed_environments(make: Callable[[Task], Environment], trace: Trace) -> Callable[[Task], Environment]:
     """`make`, whose environments write down their sessions."""

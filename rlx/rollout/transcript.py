@@ -19,6 +19,7 @@ class Verdict:
 
     grade: Grade
     text: str  # what the policy wrote, decoded for people
+    stop_reason: StopReason | None = None  # where the environment ended the session for a reason of its own
 
 
 @dataclasses.dataclass(eq=False)

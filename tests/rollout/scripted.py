@@ -272,6 +272,9 @@ class Conversation:
         reward = float(transcript.turns[-1].response().sum() % 2) if transcript.turns[-1].parts else 0.0
         return Verdict(Grade(reward, "", "", self.seconds, Outcome.GRADED), f"{len(transcript.turns)} turns")
 
+    async def close(self) -> None:
+        await self._work("close")
+
     async def _work(self, call: str) -> None:
         fault = self._fault(call)
         if fault == "hangs":

@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib.figure as mpl
 import numpy as np
+from adjustText import adjust_text
 from matplotlib.lines import Line2D
 
 from rlx.metrics.jsonl import write_bytes
@@ -83,8 +84,10 @@ def agreement(found: Agreement) -> mpl.Figure:
     figure = mpl.Figure(figsize=(7.5, 5.2), layout="constrained")
     plot = figure.subplots()
     plot.scatter(found.proxy_means, found.target_means, color=COLOURS[0], zorder=3)
-    for name, x, y in zip(found.configurations, found.proxy_means, found.target_means):
-        plot.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    labels = [
+        plot.text(x, y, name, fontsize=8)
+        for name, x, y in zip(found.configurations, found.proxy_means, found.target_means)
+    ]
     low, high = found.kendall_interval
     share = 1 - len(found.undecided_pairs) / len(found.pairs)
     plot.set(xlabel="mean score on the proxy", ylabel="mean score on the target")
@@ -95,6 +98,8 @@ def agreement(found: Agreement) -> mpl.Figure:
     )
     plot.grid(alpha=0.25)
     plot.margins(0.15)
+    figure.draw_without_rendering()  # what is moved apart must know its size
+    adjust_text(labels, ax=plot, arrowprops={"arrowstyle": "-", "color": "0.6"}, expand=(1.15, 1.4))
     return figure
 
 

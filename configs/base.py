@@ -207,13 +207,26 @@ def get_config() -> ConfigDict:
     c.objective.distill = ConfigDict()
     c.objective.distill.form = "off"  # off | sampled | top_k | full: over which tokens the utility is summed
     c.objective.distill.signal = "proxy"  # teacher (OPD) | proxy (Proxy OPD)
-    c.objective.distill.alpha = 1.0  # of the signal
+    c.objective.distill.alpha = 1.0  # of the signal, beside the signal's own
     c.objective.distill.lam = 1.5  # of the absorbed update; 1.08 (4B to 8B) and 1.57 (1.7B to 8B) are published
     c.objective.distill.calibration = "constant"  # constant | entropy | overlap: lam / max(x, floor), x in [0, 1]
     c.objective.distill.calibration_floor = 0.2  # of x
     c.objective.distill.filter = "all"  # all | rewarded (OPD-FT) | agreeing (OPD-URM)
     c.objective.distill.combine = "weights"  # weights | vote: several signals into one
-    c.objective.distill.weights = (1.0,)  # one a signal; a signal is one teacher or one pair of proxies
+    c.objective.distill.weights = (1.0,)  # one a signal: of frozen.teachers or frozen.signals
+
+    c.frozen = ConfigDict()  # policies that score samples beside the one that is trained: docs/popd.md
+    c.frozen.teachers = ()  # distill.signal = "teacher": Hugging Face directories or PEFT adapters, one a weight
+    c.frozen.signals = ()  # distill.signal = "proxy": directories made by `rlx signal create`, one a weight
+    c.frozen.cache = ""  # file of scores by content, so that the same samples are scored once; "" = none
+
+    c.collapse = ConfigDict()  # bounds that stop a run, 0 = off
+    c.collapse.reward_drop = 0.0  # of the held-out pass rate, below that before the first update; needs eval.every
+    c.collapse.entropy_low = 0.0  # nats, of the policy
+    c.collapse.entropy_growth = 0.0  # times the first update's entropy
+    c.collapse.repetition = 0.0  # share of a response's 4-grams that it has had before
+    c.collapse.length_factor = 0.0  # the first update's mean length, times or divided by this
+    c.collapse.patience = 2  # updates in a row; a drop of the held-out pass rate stops at once
 
     c.sft = ConfigDict()
     c.sft.steps = 0  # optimizer steps before RL, 0 = none

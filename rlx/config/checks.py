@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError, nearest
+from rlx.config.frozen_checks import objective_problems
 from rlx.config.inference_checks import inference_problems
-from rlx.config.objective_checks import refusals
 from rlx.config.producer_checks import producer_problems
 from rlx.config.schema import LINEAR_LAYERS, Config, TaskSourceConfig
 from rlx.config.simulation_checks import simulation_problems
@@ -104,7 +104,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _inference,
         _lengths,
         _learner,
-        _objective,
+        objective_problems,
         _sft,
         _eval,
         _simulate,
@@ -268,10 +268,6 @@ def _producer(config: Config) -> list[str]:
 
 def _inference(config: Config) -> list[str]:
     return inference_problems(config)
-
-
-def _objective(config: Config) -> list[str]:
-    return refusals(config.objective, config.rollout)
 
 
 def _engine(config: Config) -> list[str]:

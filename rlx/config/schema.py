@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlx.config.cluster import ClusterConfig
+from rlx.config.frozen import CollapseConfig, FrozenConfig
 from rlx.config.inference import AuditConfig, InferenceConfig
 from rlx.config.objective import ObjectiveConfig
 from rlx.config.simulation import SimulateConfig
@@ -221,6 +222,8 @@ class Config:
     audit: AuditConfig
     learner: LearnerConfig
     objective: ObjectiveConfig
+    frozen: FrozenConfig
+    collapse: CollapseConfig
     sft: SftConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig

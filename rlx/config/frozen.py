@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class FrozenConfig:
-    """What `objective.distill` learns from, one entry a weight; the reference is the policy that the run begins with."""
+    """What `objective.distill` learns from, one a weight. The reference is the policy that the run begins with."""
 
     teachers: tuple[str, ...]  # distill.signal = "teacher": Hugging Face directories, or PEFT adapters of one
     signals: tuple[str, ...]  # distill.signal = "proxy": directories that `rlx signal create` has written

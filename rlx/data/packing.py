@@ -9,7 +9,8 @@ batch holds, so nothing recompiles; a batch has as many of them as it needs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,17 @@ class Trajectory:
     group: int | None = None  # sequences of one group may share the tokens that they all begin with
     # int32 [N, layers of experts, k]: the experts that an engine sent each token to, negative where it did not say.
     routes: np.ndarray | None = None
+    # What frozen policies say of its W targets and their K candidates, by names of `rlx.algos.objective.Targets`:
+    # [W] or [W, K] each.
+    frozen: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+class FrozenArray(NamedTuple):
+    """An array of `Trajectory.frozen`."""
+
+    name: str
+    candidates: int  # K, 0 where there is one value a target
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +55,7 @@ class PackingConfig:
     share_prefixes: bool = True
     routes: tuple[int, int] | None = None  # layers of experts and k, where routes are replayed
     balance_experts: bool = False  # order rows by their routes so that micro-batches spread over experts
+    frozen: tuple[FrozenArray, ...] = ()  # that every trajectory has
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +82,7 @@ class PackedBatch:
     routes: np.ndarray | None  # int32 [M, R, T, layers of experts, k], negative where none is recorded
     num_sequences: int  # with a target
     unshared_tokens: int  # that would be computed if each sequence were laid out whole
+    frozen: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # [M, R, N] or [M, R, N, K] each
 
     @property
     def num_micro_batches(self) -> int:
@@ -208,6 +222,9 @@ def _empty(config: PackingConfig, count: int, num_sequences: int, unshared_token
         routes=None if config.routes is None else np.full((*inputs, *config.routes), -1, np.int32),
         num_sequences=num_sequences,
         unshared_tokens=unshared_tokens,
+        frozen={
+            f.name: np.zeros((*targets, f.candidates) if f.candidates else targets, f.dtype) for f in config.frozen
+        },
     )
 
 
@@ -262,3 +279,5 @@ def _put_targets(
     if batch.head_ids is not None and batch.head_logprobs is not None and trajectory.head is not None:
         batch.head_ids[span] = trajectory.head.ids
         batch.head_logprobs[span] = trajectory.head.logprobs
+    for name, array in batch.frozen.items():
+        array[span] = trajectory.frozen[name]

@@ -15,6 +15,8 @@ def source(**changes) -> ConfigDict:
     entry.size = 2000  # tasks generated; a JSONL file is used whole (0 = whole)
     entry.weight = 1.0  # share of the mix, relative to the other sources
     entry.grader = ""  # "" = the dataset's own; else a name from rlx/envs/graders.py
+    entry.environment = ""  # "" = one question, one answer | python_tool: programs may be run first, docs/sessions.md
+    entry.partial_credit = False  # rewards between 0 and 1 where the grader has them; False: 0 or 1
     entry.update(changes)
     return entry
 
@@ -45,7 +47,6 @@ def get_config() -> ConfigDict:
     c.model.dtype = "float32"  # float32 | bfloat16: weights in memory and matrix products
     c.model.remat = "auto"  # none | products | layer: the backward pass recomputes nothing | all but matrix products
     #                         and attention | whole layers; auto = products where they fit in 2 GiB, else layer
-    c.model.thinking = "off"  # off | low | medium | high: effort that the chat template asks for; planned, not run
     c.model.scan_layers = "auto"  # on: a loop over the update's layers | off: all in one program, faster by a tenth and
     #                               compiled in proportion to their number; auto = off up to 8 layers
 
@@ -73,10 +74,40 @@ def get_config() -> ConfigDict:
     c.tasks.system_prompt = ""  # "" = none
     c.tasks.suffix = ""  # appended to every question
 
+    c.chat = ConfigDict()
+    c.chat.template = "checkpoint"  # checkpoint (its own) | chatml (ours, which keeps earlier thinking)
+    c.chat.thinking = "off"  # off (an empty think block) | low | high | max, where the template has it
+
+    c.tools = ConfigDict()  # sources with an environment: docs/sessions.md
+    c.tools.format = "hermes"  # hermes (<tool_call>{json}</tool_call>) | plain (a fenced block named as the tool)
+    c.tools.max_turns = 8  # responses of a session
+    c.tools.call_seconds = 10.0  # of one tool call
+    c.tools.session_seconds = 120.0  # of all tool calls of a session
+    c.tools.output_bytes = 4096  # of a call's output that the policy is shown
+
     c.grader = ConfigDict()
     c.grader.workers = 2  # processes
     c.grader.timeout_s = 10.0  # seconds a grading may take before its worker is killed
     c.grader.extract = "last_number"  # last_number | tagged (<answer>...</answer>) | all (the whole response)
+
+    c.sandbox = ConfigDict()
+    c.sandbox.kind = "bubblewrap"  # bubblewrap | subprocess (NO isolation) | remote (an HTTP service)
+    c.sandbox.max_open = 256  # workspaces at once; sessions beyond them wait
+    c.sandbox.max_running = 0  # commands at once, 0 = two for each core
+    c.sandbox.directory = ""  # where workspaces are made, "" = the system's temporary directory
+    c.sandbox.read_only = ()  # directories of this machine that programs see, beside /usr
+    c.sandbox.url = ""  # of the remote service
+    c.sandbox.api_key = "RLX_SANDBOX_API_KEY"  # the environment variable that has its key
+    c.sandbox.limits = ConfigDict()  # of one command; disk_bytes and files are the workspace's
+    c.sandbox.limits.wall_s = 30.0  # seconds
+    c.sandbox.limits.cpu_s = 30.0  # seconds, of all its processes together
+    c.sandbox.limits.cores = 1.0  # CPUs used at once, where control groups exist
+    c.sandbox.limits.memory_bytes = 512 * 2**20  # files in /tmp included; without control groups of each process
+    c.sandbox.limits.processes = 64  # threads count
+    c.sandbox.limits.file_bytes = 64 * 2**20  # a single file
+    c.sandbox.limits.disk_bytes = 256 * 2**20
+    c.sandbox.limits.files = 10_000
+    c.sandbox.limits.output_bytes = 2**20  # stdout and stderr together
 
     c.rollout = ConfigDict()
     c.rollout.tasks_per_update = 8  # groups collected for an update

@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     c.model.path = "configs/architectures/kimi_k3"
     c.model.dtype = "bfloat16"
     c.model.remat = "layer"
-    c.model.thinking = "low"
+    c.chat.thinking = "low"
     c.cluster.trainer_nodes = 3
     c.cluster.inference_nodes = 4
     c.cluster.trainer_layout = "TP4 PP3 CP2 DP1 EP8"

@@ -23,7 +23,7 @@ def get_config(variant: str = "final") -> ConfigDict:
     c.model.path = "configs/architectures/qwen3_6_35b_a3b"
     c.lora.targets = ("self_attn.*", "linear_attn.*")
     c.lora.experts = "per_expert"  # no routed expert is adapted
-    c.model.thinking = "off"
+    c.chat.thinking = "off"
     c.inference.tensor_parallel = 1
     c.inference.arguments = ()
     first = variant == "first_try"

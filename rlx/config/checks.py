@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from rlx.config.chat_checks import chat_problems
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.frozen_checks import objective_problems
 from rlx.config.inference_checks import inference_problems
@@ -98,6 +99,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _experts,
         _lora,
         _tasks,
+        chat_problems,
         _rollout,
         _producer,
         _engine,
@@ -388,9 +390,5 @@ def _planned(config: Config) -> list[str]:
         problems.append(
             f"config.cluster: the recipe is planned for {shown}, which this program does not run; `rlx diff` and "
             "`rlx simulate` read it. To train here start from configs/base.py"
-        )
-    if config.model.thinking != "off":
-        problems.append(
-            _said("model.thinking", config.model.thinking, "prompts are rendered without thinking here; set 'off'")
         )
     return problems

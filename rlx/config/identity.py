@@ -13,7 +13,7 @@ from rlx.config.schema import Config
 # Files may move: what is in them is compared where they are read.
 POLICY = ("model.dtype", "lora", "tasks", "grader.extract")
 # And what makes two evaluations of one run comparable and its samples reproducible.
-RUN = (*POLICY, "run.seed", "rollout.max_new_tokens", "eval.attempts_per_task", "eval.temperature")
+RUN = (*POLICY, "chat", "tools", "run.seed", "rollout.max_new_tokens", "eval.attempts_per_task", "eval.temperature")
 
 
 def check_same(saved: Mapping[str, Any], config: Config, keys: Iterable[str], what: str) -> None:

@@ -11,10 +11,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from rlx.config.chat import ChatConfig, ToolsConfig
 from rlx.config.cluster import ClusterConfig
 from rlx.config.frozen import CollapseConfig, FrozenConfig
 from rlx.config.inference import AuditConfig, InferenceConfig
 from rlx.config.objective import ObjectiveConfig
+from rlx.config.sandbox import SandboxConfig
 from rlx.config.simulation import SimulateConfig
 
 # The linear layers of all families of models by their names in a checkpoint, those of a dense block first.
@@ -46,7 +48,6 @@ class ModelConfig:
     path: str  # a Hugging Face directory
     dtype: Literal["float32", "bfloat16"]  # of the weights in memory and of the matrix products
     remat: Literal["auto", "none", "products", "layer"]  # activation recomputation in the update
-    thinking: Literal["off", "low", "medium", "high"]  # effort that the chat template asks for; planned, not run
     scan_layers: Literal["auto", "on", "off"]  # the update's layers in a loop, or one after the other
     balance_loss: float  # coefficient, mixtures of experts
     router_z_loss: float  # coefficient, mixtures of experts
@@ -74,6 +75,8 @@ class TaskSourceConfig:
     size: int
     weight: float
     grader: str  # "" = the dataset's own
+    environment: Literal["", "python_tool"] = ""  # what its sessions act in; "" = one question, one answer
+    partial_credit: bool = False  # rewards between 0 and 1 where the grader has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +217,10 @@ class Config:
     model: ModelConfig
     lora: LoraConfig
     tasks: TasksConfig
+    chat: ChatConfig
+    tools: ToolsConfig
     grader: GraderConfig
+    sandbox: SandboxConfig
     rollout: RolloutConfig
     producer: ProducerConfig
     engine: EngineConfig

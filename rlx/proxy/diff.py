@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("learner.warmup_updates",), "search again", "it goes with the learning rate"),
     Rule(("lora.rank", "lora.alpha"), "must stay", "rank and scale are part of the update rule"),
     Rule(("lora",), "must change", "the layers that there are to adapt are the model's"),
-    Rule(("model",), "must change", "it is the model"),
+    Rule(("model", "chat"), "must change", "it is the model, and how it is spoken to"),
     Rule(("cluster", "inference"), "must change", "nodes and layout follow the model's size"),
     Rule(("engine", "producer.engine_admission", "producer.http_admission", "producer.max_concurrent_samples"),
          "must change", "what an engine holds depends on the model's memory"),
@@ -47,7 +47,7 @@ RULES: tuple[Rule, ...] = (
          "sometimes passes; another model has others"),
     Rule(("simulate",), "must change", "durations and lengths are measured on the model"),
     Rule(("objective", "learner", "rollout"), "must stay", "it is the algorithm that is being compared"),
-    Rule(("tasks", "grader"), "carries over", "tasks, sandboxes and graders do not know the model"),
+    Rule(("tasks", "tools", "grader"), "carries over", "tasks, sandboxes and graders do not know the model"),
     Rule(("producer",), "carries over", "timeouts and repairs belong to sandboxes and servers"),
     Rule(("eval", "audit", "checkpoint", "metrics", "run", "sft"), "carries over", "measuring and recording do not "
          "know the model"),
@@ -216,7 +216,7 @@ def _algorithm(side: Side) -> str:
 SETTINGS: tuple[Setting, ...] = (
     Setting("model", ("model.path",), _model),
     Setting("adapter", ("lora.targets", "lora.experts", "lora.rank"), _adapter),
-    Setting("thinking", ("model.thinking",), _plain("model.thinking")),
+    Setting("thinking", ("chat.thinking",), _plain("chat.thinking")),
     Setting("nodes", ("cluster.trainer_nodes", "cluster.inference_nodes"), _nodes),
     Setting(
         "trainer layout",

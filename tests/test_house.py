@@ -25,14 +25,26 @@ ROWS = (
     "rlx.parallel",
     "rlx.models",
     "rlx.learner",
+    "rlx.sandbox",
     "rlx.envs",
     "rlx.rollout",
+    "rlx.agents",
     "rlx.sync",
     "rlx.data",
     "rlx.metrics",
     "rlx.proxy",
 )
-HOST = ("rlx.types", "rlx.config", "rlx.envs", "rlx.rollout", "rlx.data", "rlx.metrics", "rlx.proxy")
+HOST = (
+    "rlx.types",
+    "rlx.config",
+    "rlx.sandbox",
+    "rlx.envs",
+    "rlx.rollout",
+    "rlx.agents",
+    "rlx.data",
+    "rlx.metrics",
+    "rlx.proxy",
+)
 DEVICE_IN_HOST = ("rlx.rollout.local",)
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 CONFIG_EDGE = ("rlx.config.parse", "rlx.config.flags")

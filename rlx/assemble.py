@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import traverse_util
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config, LoraConfig
@@ -18,13 +20,17 @@ from rlx.data.packing import PackedBatch, PackingConfig
 from rlx.data.pipeline import TaskStream, digest
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.learner.routing import RouterLosses
-from rlx.learner.state import LearnerState, init_state, make_optimizer
+from rlx.learner.state import LearnerState, init_state, make_optimizer, state_shardings
 from rlx.learner.step import Batch, MicroBatch, StepConfig
 from rlx.models import files, hf
-from rlx.models.lora import adapter_scale, kernels, merged_kernels, replaced
+from rlx.models.lora import adapter_scale, adapter_specs, kernels, merged_kernels, replaced
+from rlx.models.placed import shardings, sizes_of, training
 from rlx.models.sampler import routes_shape
-from rlx.models.spec import Architecture, Params
+from rlx.models.sharded import load_sharded
+from rlx.models.spec import Architecture, Params, ParamSpec, param_specs
 from rlx.models.transformer import Remat, kept_bytes, prefix_sharing_unsupported_reason
+from rlx.parallel.layout import Layout, LayoutError, check, micro_batches, parse_layout
+from rlx.parallel.mesh import Placement, make_mesh
 from rlx.rollout.collect import Sampling
 from rlx.rollout.local import LocalEngine
 from rlx.types import Task
@@ -43,10 +49,15 @@ class Model:
     params: Params
     tokenizer: ChatTokenizer
     fingerprint: str  # of its files: what a checkpoint of its adapter belongs to
+    placement: Placement | None = None  # of `params` and what is trained, None = one device
 
 
-def load_model(config: Config) -> Model:
-    """Raises ValueError or OSError for files that are missing, unsupported or do not fit each other."""
+def load_model(config: Config, *, on_mesh: bool = False) -> Model:
+    """The model on one device, or as cluster.trainer_layout has it.
+
+    Raises ValueError or OSError for files that are missing, unsupported or do not fit each other; ConfigError for a
+    layout that the model, the rows of a micro-batch or the devices that are there do not allow.
+    """
     path, context = config.model.path, config.engine.context
     arch = hf.read_architecture(path)
     if context > arch.max_positions:
@@ -75,8 +86,40 @@ def load_model(config: Config) -> Model:
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {arch.vocab_size} "
             "(vocab_size in config.json): they are of different models"
         )
-    params = jax.tree.map(jnp.asarray, hf.load_params(path, arch, config.model.dtype))
-    return Model(arch, params, tokenizer, files.fingerprint(path))
+    placement = trainer_placement(config, arch) if on_mesh else None
+    if placement is None:
+        params = jax.tree.map(jnp.asarray, hf.load_params(path, arch, config.model.dtype))
+    else:
+        params = load_sharded(path, arch, config.model.dtype, shardings(param_specs(arch), arch, placement))
+    return Model(arch, params, tokenizer, files.fingerprint(path), placement)
+
+
+def trained_specs(config: Config, arch: Architecture) -> Params:
+    """Of what the optimizer moves."""
+    return adapter_specs(arch, config.lora) if config.lora.rank else param_specs(arch)
+
+
+def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
+    """The mesh of cluster.trainer_layout; None for one device.
+
+    Raises ConfigError where it cannot be, with the layouts nearest to it that can.
+    """
+    text, learner = config.cluster.trainer_layout, config.learner
+    try:
+        layout = parse_layout(text) if text else Layout()
+        if layout.devices == 1:
+            return None
+        check(layout, sizes_of(arch, learner.row_tokens, learner.micro_batch_rows))
+        mesh = make_mesh(layout)
+    except LayoutError as error:
+        raise ConfigError(f"config.cluster.trainer_layout = {text!r}: {error}") from error
+    if layout.pp > 1 and config.model.replay_routes:
+        raise ConfigError(
+            f"config.model.replay_routes = True: a pipeline, PP{layout.pp} of config.cluster.trainer_layout, cannot "
+            "replay an engine's choices; set it to False or PP to 1"
+        )
+    placement = Placement(mesh, layout, micro_batches(layout, learner.micro_batch_rows))
+    return training(placement, trained_specs(config, arch), arch)
 
 
 def check_prompts(config: Config, tokenizer: ChatTokenizer, tasks: Iterable[Task]) -> None:
@@ -99,7 +142,7 @@ def _merged(params: Params, adapter: Params, scale: float) -> dict[tuple[str, ..
 
 
 def policy_params(config: Config, model: Model, trainable: Params) -> Params:
-    """The parameters that an engine serves: the adapter merged in, in the model's dtype."""
+    """The parameters that an engine serves: the adapter merged in, in the model's dtype; where the model's are."""
     if config.lora.rank:
         touched = traverse_util.unflatten_dict(kernels(model.params, trainable))
         return replaced(model.params, _merged(touched, trainable, adapter_scale(config.lora)))
@@ -114,7 +157,32 @@ def task_stream(config: Config, tasks: Sequence[Task]) -> TaskStream:
 def fresh_state(config: Config, model: Model) -> LearnerState:
     """The learner's state before its first update."""
     key = jax.random.key(config.run.seed)
-    return _fresh_state(model.arch, config.lora, make_optimizer(config.learner), model.params, key)
+    optimizer = make_optimizer(config.learner)
+    given = (model.arch, config.lora, optimizer)
+    if model.placement is None:
+        return _fresh_state(*given, model.params, key)
+    placed = jax.jit(init_state, static_argnums=(0, 1, 3), out_shardings=state_places(config, model, optimizer))
+    return placed(model.arch, config.lora, model.params, optimizer, key)
+
+
+def fresh_optimizer(
+    config: Config, model: Model, optimizer: optax.GradientTransformation, trainable: Params
+) -> optax.OptState:
+    """The optimizer's state before its first update, where it belongs."""
+    if model.placement is None:
+        return optimizer.init(trainable)
+    return jax.jit(optimizer.init, out_shardings=state_places(config, model, optimizer).optimizer)(trainable)
+
+
+def state_places(config: Config, model: Model, optimizer: optax.GradientTransformation) -> LearnerState:
+    """Where a learner's state lies on the model's mesh."""
+    assert model.placement is not None
+    specs = trained_specs(config, model.arch)
+    shapes = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs, is_leaf=lambda x: isinstance(x, ParamSpec)
+    )
+    whole = NamedSharding(model.placement.mesh, PartitionSpec())
+    return state_shardings(optimizer, shardings(specs, model.arch, model.placement), shapes, whole)
 
 
 # One program: piece by piece it compiles for a third of a second.
@@ -180,7 +248,9 @@ def eval_sampling(config: Config) -> Sampling:
     )
 
 
-def step_config(config: Config, arch: Architecture, num_sequences: int) -> StepConfig:
+def step_config(
+    config: Config, arch: Architecture, num_sequences: int, placement: Placement | None = None
+) -> StepConfig:
     implementation = config.learner.logprob_implementation
     return StepConfig(
         arch=arch,
@@ -194,6 +264,7 @@ def step_config(config: Config, arch: Architecture, num_sequences: int) -> StepC
         head_precision=None if config.learner.head_precision == "auto" else config.learner.head_precision,
         unrolled=unrolled(config, arch),
         router_losses=RouterLosses(config.model.balance_loss, config.model.router_z_loss),
+        placement=placement,
     )
 
 
@@ -234,15 +305,14 @@ def packing_config(
     )
 
 
-def device_batch(packed: PackedBatch) -> Batch:
-    """The packed batch on the device."""
+def device_batch(packed: PackedBatch, placement: Placement | None = None) -> Batch:
+    """The packed batch on the device, or on all of a mesh: rows over dp, each process giving its own devices theirs."""
     whole = ("num_targets", "num_sequences")
     slices = [f.name for f in dataclasses.fields(MicroBatch) if f.name not in whole]
-    counts = {name: jnp.asarray(getattr(packed, name), jnp.int32) for name in whole}
+    put: Callable[[Any], jax.Array] = jnp.asarray if placement is None else placement.spread
+    counts = {name: put(np.int32(getattr(packed, name))) for name in whole}
     # Each array of the batch has its twin of the same name, so a forgotten one fails here.
     return [
-        MicroBatch(
-            **{name: jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), getattr(packed, name)) for name in slices}, **counts
-        )
+        MicroBatch(**{name: jax.tree.map(lambda x, i=i: put(x[i]), getattr(packed, name)) for name in slices}, **counts)
         for i in range(len(packed.tokens))
     ]

@@ -258,7 +258,7 @@ def open_training(config: Config) -> Iterator[Run]:
         graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in tasks})))
         check_gold_answers(graders, tasks)
         group = stack.enter_context(started_servers(config, directory.path))  # they start while the model is read
-        model = assemble.load_model(config)
+        model = assemble.load_model(config, on_mesh=True)
         assemble.check_prompts(config, model.tokenizer, tasks)
         optimizer = make_optimizer(config.learner)
         state = assemble.fresh_state(config, model)
@@ -275,12 +275,12 @@ def open_training(config: Config) -> Iterator[Run]:
         if not config.lora.rank:
             model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
         samples = config.rollout.tasks_per_update * config.rollout.group_size
-        step = assemble.step_config(config, model.arch, samples)
+        step = assemble.step_config(config, model.arch, samples, model.placement)
         packing = assemble.packing_config(
             config, samples, assemble.head_size(config), assemble.replayed_routes(config, model.arch)
         )
         # Of a batch only the shapes count, and they are those of an empty one.
-        (padding,) = assemble.device_batch(pack_batch([], packing))
+        (padding,) = assemble.device_batch(pack_batch([], packing), model.placement)
         compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
         compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
         place = Place(directory.path, group, preemption)

@@ -69,8 +69,9 @@ def cold_start(run: Run, examples: Examples) -> None:
         start = fresh(run.config, run.model, examples, run.state)
         state = supervise(run.config, run.model, examples, start, Progress(), hooks)
     trainable = kept[0] if kept else state.trainable
-    zero = jnp.zeros((), jnp.int32)
-    run.state = dataclasses.replace(state, version=zero, trainable=trainable, optimizer=run.optimizer.init(trainable))
+    zero = jnp.zeros_like(state.version)
+    optimizer = assemble.fresh_optimizer(run.config, run.model, run.optimizer, trainable)
+    run.state = dataclasses.replace(state, version=zero, trainable=trainable, optimizer=optimizer)
 
 
 def tune(config: Config) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def tune(config: Config) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(open_run(config.run.path / "supervised", config.run.resume))
         preemption = stack.enter_context(Preemption())
-        model = assemble.load_model(config)
+        model = assemble.load_model(config, on_mesh=True)
         examples = read(config, model, held_out)
         newest = stack.enter_context(_checkpoints(directory.checkpoints))
         best = stack.enter_context(_checkpoints(directory.path / "best"))

@@ -96,7 +96,8 @@ def prepare(config: Config, model: assemble.Model, examples: Examples) -> Job:
     )
     shortest = min(len(e.tokens) for e in (*examples.training, *examples.validation))
     most = rows * (learner.row_tokens // shortest)
-    step = dataclasses.replace(assemble.step_config(config, model.arch, most), temperature=1.0)
+    step = assemble.step_config(config, model.arch, most, model.placement)
+    step = dataclasses.replace(step, temperature=1.0)
     return Job(learner, step, packing, make_optimizer(learner), fill=bool(sft.batch_rows))
 
 
@@ -145,7 +146,7 @@ def supervise(
 def fresh(config: Config, model: assemble.Model, examples: Examples, state: LearnerState) -> LearnerState:
     """`state` with the optimizer of the supervised steps at its start."""
     optimizer = prepare(config, model, examples).optimizer
-    return dataclasses.replace(state, optimizer=optimizer.init(state.trainable))
+    return dataclasses.replace(state, optimizer=assemble.fresh_optimizer(config, model, optimizer, state.trainable))
 
 
 def _step(
@@ -154,7 +155,9 @@ def _step(
     """One optimizer step. The first one of a process is not timed: it compiles."""
     start = time.perf_counter()
     packed = pack(batch, job.packing)
-    state, scalars, _ = update(job.step, job.optimizer, state, model.params, assemble.device_batch(packed))
+    state, scalars, _ = update(
+        job.step, job.optimizer, state, model.params, assemble.device_batch(packed, job.step.placement)
+    )
     scalars = jax.device_get(scalars)
     seconds = time.perf_counter() - start
     if not scalars["finite"]:
@@ -176,7 +179,7 @@ def _validation(job: Job, model: assemble.Model, state: LearnerState, examples: 
     for batch in full_batches(examples, job.packing):
         packed = pack(batch, job.packing)
         targets = int(packed.mask.sum())
-        mean = mean_loss(job.step, state.trainable, model.params, assemble.device_batch(packed))
+        mean = mean_loss(job.step, state.trainable, model.params, assemble.device_batch(packed, job.step.placement))
         total, count = total + float(mean) * targets, count + targets
     loss = total / count
     return {"sft/validation_loss": loss, "sft/validation_perplexity": float(np.exp(min(loss, 700.0)))}

@@ -159,7 +159,11 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
     with run.timers("update"):
         run.compiled.result()
         run.state, scalars, sums = update(
-            run.step, run.optimizer, run.state, run.model.params, assemble.device_batch(packed)
+            run.step,
+            run.optimizer,
+            run.state,
+            run.model.params,
+            assemble.device_batch(packed, run.step.placement),
         )
         scalars, sums = jax.device_get((scalars, sums))
     feed.done(batch, bool(scalars["finite"]))

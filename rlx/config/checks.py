@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.chat_checks import chat_problems
+from rlx.config.cluster_checks import cluster_problems
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.frozen_checks import objective_problems
 from rlx.config.inference_checks import inference_problems
 from rlx.config.producer_checks import producer_problems
+from rlx.config.sandbox_checks import sandbox_problems
 from rlx.config.schema import LINEAR_LAYERS, Config, TaskSourceConfig
 from rlx.config.simulation_checks import simulation_problems
 
@@ -101,6 +103,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _tasks,
         chat_problems,
         _rollout,
+        sandbox_problems,
         _producer,
         _engine,
         _inference,
@@ -110,7 +113,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _sft,
         _eval,
         _simulate,
-        *(() if simulated else (_planned,)),
+        *(() if simulated else (cluster_problems,)),
     )
     used = [s for s in (*ranges, *sections) if not (simulated and s in (_model, _tasks, _sft))]
     problems = [problem for section in used for problem in section(config)]
@@ -380,15 +383,3 @@ def _simulate(config: Config) -> list[str]:
 def _repeated(values: Iterable[Any]) -> list[str]:
     values = list(values)
     return sorted({str(value) for value in values if values.count(value) > 1})
-
-
-def _planned(config: Config) -> list[str]:
-    """What is there to be planned, compared and simulated, and not to run on this machine."""
-    cluster, problems = config.cluster, []
-    if cluster.planned:
-        shown = f"{cluster.trainer_nodes} + {cluster.inference_nodes} nodes, {cluster.trainer_layout or 'one device'}"
-        problems.append(
-            f"config.cluster: the recipe is planned for {shown}, which this program does not run; `rlx diff` and "
-            "`rlx simulate` read it. To train here start from configs/base.py"
-        )
-    return problems

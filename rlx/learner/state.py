@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array
+from jax.sharding import NamedSharding
+from jaxtyping import Array, PyTree
 
 from rlx.config.schema import LearnerConfig, LoraConfig
 from rlx.models.lora import init_adapter
@@ -60,3 +61,14 @@ def init_state(
     # Three arrays, not one: a donated buffer may not appear twice.
     version, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
     return LearnerState(version, skipped, in_row, trainable, optimizer.init(trainable))
+
+
+def state_shardings(
+    optimizer: optax.GradientTransformation, trained: PyTree[NamedSharding], shapes: Params, whole: NamedSharding
+) -> LearnerState:
+    """Where a state lies on a mesh: the optimizer's moments as the parameters they are of, counters on every device."""
+    inner = jax.eval_shape(optimizer.init, shapes)
+    moments = optax.tree.map_params(
+        optimizer, lambda _, where: where, inner, trained, transform_non_params=lambda _: whole
+    )
+    return LearnerState(whole, whole, whole, trained, moments)

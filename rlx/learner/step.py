@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array
-from rlx_kernels.logprob import Precision, token_stats
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+from rlx_kernels.logprob import Precision, TokenStats, token_stats
 
 from rlx.algos.aggregation import weights_of_slice
 from rlx.algos.objective import Metrics, Targets, objective
@@ -25,6 +26,7 @@ from rlx.config.objective import ObjectiveConfig
 from rlx.learner.head import sharded_token_stats
 from rlx.learner.routing import NO_LOSSES, RouterLosses, with_routing
 from rlx.learner.state import LearnerState
+from rlx.models.moe import Routing
 from rlx.models.placed import keeps_order
 from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import Remat, forward_routed, head_matrix
@@ -74,6 +76,7 @@ class MicroBatch:
     routes: Array | None  # int32 [R, T, layers of experts, k], an engine's choices to replay; negative: none recorded
     num_targets: Array  # int32 [], of the whole batch
     num_sequences: Array  # int32 [], of the whole batch
+    frozen: dict[str, Array] = struct.field(default_factory=dict)  # further `Targets`, [R, N] or [R, N, K] each
 
 
 # All of a batch's micro-batches, at least one.
@@ -101,12 +104,35 @@ def slice_targets(config: StepConfig, batch: MicroBatch) -> Targets:
         ages=batch.ages.ravel(),
         head_ids=heads(batch.head_ids),
         head_logprobs=heads(batch.head_logprobs),
+        **{name: x.reshape(-1, *x.shape[2:]) for name, x in batch.frozen.items()},
     )
 
 
 def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> tuple[Array, Metrics]:
     """Loss and metric sums of a micro-batch: its share of the whole batch's."""
+    stats, targets, routing = slice_stats(config, trainable, frozen, batch)
+    loss, metrics = objective(config.objective, stats, targets)
+    share = batch.mask.sum() / batch.num_targets
+    return with_routing(config.router_losses, routing, share, loss, metrics)
+
+
+def slice_stats(
+    config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch
+) -> tuple[TokenStats, Targets, Routing | None]:
+    """What the model says of a micro-batch's targets, flat over rows; the targets; what the routers did."""
     params, adapter = combine(config, frozen, trainable)
+    hidden, routing = hidden_of_targets(config, params, adapter, batch)
+    targets, head = slice_targets(config, batch), head_matrix(params)
+    candidates = targets.head_ids
+    if config.objective.distill.form == "full":
+        candidates = jnp.broadcast_to(jnp.arange(len(head)), (len(hidden), len(head)))
+    return stats_of_hidden(config, hidden, head, targets.tokens, candidates), targets, routing
+
+
+def hidden_of_targets(
+    config: StepConfig, params: Params, adapter: Params | None, batch: MicroBatch
+) -> tuple[Float[Array, "targets d"], Routing | None]:
+    """The hidden states that predict a micro-batch's targets, flat over rows; what the routers did."""
     batch = _laid_out(config, batch)
     hidden, routing = forward_routed(
         config.arch,
@@ -123,20 +149,27 @@ def slice_loss(config: StepConfig, trainable: Params, frozen: Params, batch: Mic
         placement=config.placement,
     )
     predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
-    targets = slice_targets(config, batch)
+    return predicting.reshape(-1, predicting.shape[-1]), routing
+
+
+def stats_of_hidden(
+    config: StepConfig,
+    hidden: Float[Array, "targets d"],
+    head: Float[Array, "vocab d"],
+    tokens: Int[Array, " targets"],
+    candidates: Int[Array, "targets k"] | None,
+) -> TokenStats:
+    """The output head's, over all devices of a mesh."""
     stats_of = token_stats if config.placement is None else partial(sharded_token_stats, config.placement)
-    stats = stats_of(
-        predicting.reshape(-1, predicting.shape[-1]),
-        head_matrix(params),
-        targets.tokens,
-        targets.head_ids,
+    return stats_of(
+        hidden,
+        head,
+        tokens,
+        candidates,
         temperature=config.temperature,
         precision=config.head_precision,
         implementation=config.logprob_implementation,
     )
-    loss, metrics = objective(config.objective, stats, targets)
-    share = batch.mask.sum() / batch.num_targets
-    return with_routing(config.router_losses, routing, share, loss, metrics)
 
 
 def _laid_out(config: StepConfig, batch: MicroBatch) -> MicroBatch:
@@ -160,7 +193,16 @@ def slice_gradient(config: StepConfig, trainable: Params, frozen: Params, batch:
     """Loss, gradient and metric sums of a micro-batch."""
     gradient_of = jax.value_and_grad(partial(slice_loss, config), has_aux=True)
     (loss, metrics), gradient = gradient_of(trainable, frozen, batch)
-    return loss, gradient, metrics
+    return _in_place(config, (loss, gradient, metrics))
+
+
+def _in_place(config: StepConfig, total: Total) -> Total:
+    """On a mesh: gradients where their parameters are, loss and sums whole on every device."""
+    placement = config.placement
+    if placement is None or placement.trained is None:
+        return total
+    whole = PartitionSpec()
+    return placement.cut(total, (whole, placement.trained.tree, whole))
 
 
 def update(
@@ -189,10 +231,13 @@ def compile_update(
     An update that begins meanwhile compiles for itself, so it should wait for the end.
     """
     given = (config, state.trainable, frozen, micro_batch)
+    zero = zero_total.lower(*given).compile()
     total = jax.eval_shape(partial(slice_gradient, config), *given[1:])
+    if config.placement is not None:
+        placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+        total = jax.tree.map(placed, total, zero.output_shardings)
     add_slice.lower(*given, total).compile()
     apply.lower(optimizer, state, total).compile()
-    zero_total.lower(*given).compile()
 
 
 def accumulate(config: StepConfig, trainable: Params, frozen: Params, batch: Batch) -> Total:
@@ -207,14 +252,14 @@ def accumulate(config: StepConfig, trainable: Params, frozen: Params, batch: Bat
 def zero_total(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:
     """Where adding up begins. Nothing but shapes is computed."""
     shapes = jax.eval_shape(partial(slice_gradient, config), trainable, frozen, batch)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return _in_place(config, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)
 def add_slice(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch, total: Total) -> Total:
     """`total`, which is donated, with a micro-batch added."""
     loss, gradient, metrics = slice_gradient(config, trainable, frozen, batch)
-    return total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), total[2].merge(metrics)
+    return _in_place(config, (total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), total[2].merge(metrics)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

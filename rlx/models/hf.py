@@ -91,16 +91,22 @@ def load_params(directory: Path | str, arch: Architecture, dtype: jnp.dtype | st
     dtype = jnp.dtype(dtype)
     leaves = {path: np.empty(spec.shape, dtype) for path, spec in specs.items()}
     with contextlib.ExitStack() as stack:
-        files = {path: stack.enter_context(_open(path)) for path in _tensor_files(Path(directory))}
-        where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-        _check_names(directory, arch, mxfp4.plain_names(where), set(expected))
+        where = open_tensors(directory, arch, stack)
         for name, tensor in expected.items():
-            array = (_read if name in where else _read_packed)(where, name, tensor.shape).astype(dtype, copy=False)
+            array = (_read if name in where else read_packed)(where, name, tensor.shape).astype(dtype, copy=False)
             target = leaves[tensor.path][tensor.part]
             target[...] = array.swapaxes(-1, -2) if tensor.transposed else array.reshape(target.shape)
-        if arch.tied and arch.names.head in where:
-            _check_tied(directory, arch, where)
     return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def open_tensors(directory: Path | str, arch: Architecture, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """The open file of each tensor, for as long as `stack` lasts. Raises what `load_params` does of names and files."""
+    files = {path: stack.enter_context(_open(path)) for path in _tensor_files(Path(directory))}
+    where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+    _check_names(directory, arch, mxfp4.plain_names(where), set(hf_tensors(arch)))
+    if arch.tied and arch.names.head in where:
+        _check_tied(directory, arch, where)
+    return where
 
 
 def _tensor_files(directory: Path) -> list[Path]:
@@ -135,7 +141,7 @@ def _unpacked(where: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _read_packed(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def read_packed(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     array = _unpacked(where, name)
     if array.shape != shape:
         raise ValueError(f"{name} unpacks to {array.shape}; config.json makes it {shape}")
@@ -143,13 +149,18 @@ def _read_packed(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) ->
 
 
 def _read(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    file = where[name]
-    found = file.get_slice(name)
+    stored_slice(where, name, shape)
+    return where[name].get_tensor(name)
+
+
+def stored_slice(where: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+    """What reads an index of the tensor when it is asked for. Raises ValueError for another shape or format."""
+    found = where[name].get_slice(name)
     if tuple(found.get_shape()) != shape:
         raise ValueError(f"{name} has shape {tuple(found.get_shape())}; config.json makes it {shape}")
     if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
         raise ValueError(f"{name} is stored as {found.get_dtype()}; only F32, BF16, F16 and F64 are read")
-    return file.get_tensor(name)
+    return found
 
 
 def _check_names(directory: Path | str, arch: Architecture, found: set[str], expected: set[str]) -> None:

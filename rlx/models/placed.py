@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -20,7 +21,7 @@ from rlx.models.description import (
 )
 from rlx.models.kinds import recurrent
 from rlx.parallel.layout import Divisible, Layout
-from rlx.parallel.mesh import Placement
+from rlx.parallel.mesh import Partitions, Placement
 from rlx.parallel.rules import partition
 
 
@@ -56,10 +57,19 @@ def partitions(specs: Params, arch: Architecture, layout: Layout) -> PyTree[Part
     return jax.tree.map(cut, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
+def shardings(specs: Params, arch: Architecture, placement: Placement) -> PyTree[NamedSharding]:
+    """`partitions` on the mesh."""
+    return jax.tree.map(lambda part: NamedSharding(placement.mesh, part), partitions(specs, arch, placement.layout))
+
+
 def place(tree: PyTree[Array], specs: Params, arch: Architecture, placement: Placement) -> PyTree[Array]:
     """Parameters, or an adapter, onto the mesh."""
-    parts = partitions(specs, arch, placement.layout)
-    return jax.tree.map(lambda x, part: jax.device_put(x, NamedSharding(placement.mesh, part)), tree, parts)
+    return jax.tree.map(jax.device_put, tree, shardings(specs, arch, placement))
+
+
+def training(placement: Placement, trained: Params, arch: Architecture) -> Placement:
+    """`placement` for updates of parameters of these specs: their gradients lie as they do."""
+    return dataclasses.replace(placement, trained=Partitions.of(partitions(trained, arch, placement.layout)))
 
 
 def keeps_order(arch: Architecture) -> bool:

@@ -142,6 +142,16 @@ def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
     return None
 
 
+def micro_batches(layout: Layout, rows: int) -> int:
+    """Parts that a pipeline cuts `rows` into: as small as dp allows, which makes its bubble as small as can be."""
+    return max(rows // layout.dp, 1) if layout.pp > 1 else 1
+
+
+def bubble(layout: Layout, parts: int) -> float:
+    """Share of a pipeline's time that a stage waits: (S - 1) / (M + S - 1), arXiv 1811.06965."""
+    return (layout.pp - 1) / (parts + layout.pp - 1)
+
+
 def check(layout: Layout, sizes: Divisible) -> None:
     """Refuses a layout that the sizes do not allow.
 

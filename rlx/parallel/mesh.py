@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rlx.parallel.layout import AXES, Layout, LayoutError
 
@@ -25,10 +26,29 @@ def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Me
     """
     found = jax.devices() if devices is None else devices
     if len(found) < layout.devices:
-        raise LayoutError(f"{layout} needs {layout.devices} devices and {len(found)} are visible")
+        on_cpu = found[0].platform == "cpu"
+        way_out = f"; JAX_NUM_CPU_DEVICES={layout.devices} makes as many virtual ones of a CPU" if on_cpu else ""
+        raise LayoutError(f"{layout} needs {layout.devices} devices and {len(found)} are visible{way_out}")
     shape = tuple(layout.size(axis) for axis in AXES)
     grid = np.asarray(found[: layout.devices]).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitions:
+    """A tree of PartitionSpecs that is hashable, so that a program can be compiled for it."""
+
+    leaves: tuple[PartitionSpec, ...]
+    structure: jax.tree_util.PyTreeDef
+
+    @classmethod
+    def of(cls, tree: PyTree[PartitionSpec]) -> Partitions:
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return cls(tuple(leaves), structure)
+
+    @property
+    def tree(self) -> PyTree[PartitionSpec]:
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +59,31 @@ class Placement:
       micro_batches: parts that the rows of one call are cut into for the pipeline; 1 where there is none.
       expert_capacity: rows that a device may send to each other one, of all that it could (tokens x top k); 1 drops
         none.
+      trained: where the trained parameters lie; their gradients are added up there, each device its own part. None
+        leaves that to the compiler.
     """
 
     mesh: Mesh
     layout: Layout
     micro_batches: int = 1
     expert_capacity: float = 1.0
+    trained: Partitions | None = None
 
     def rows(self, x: Array) -> Array:
         """`x` [rows, tokens, ...] with rows over dp and tokens over cp."""
         spec = PartitionSpec("dp", "cp", *(None,) * (x.ndim - 2))
         return jax.lax.with_sharding_constraint(x, spec if self.inside else NamedSharding(self.mesh, spec))
+
+    def spread(self, x: np.ndarray) -> Array:
+        """`x` [rows, ...], the same in every process, onto the mesh: rows over dp. A number goes to every device."""
+        where = NamedSharding(self.mesh, PartitionSpec("dp") if x.ndim else PartitionSpec())
+        return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+    def cut(self, tree: PyTree[Array], partitions: PyTree[PartitionSpec]) -> PyTree[Array]:
+        """`tree`, in a program, lying so; one spec may stand for a subtree."""
+        put = lambda part, x: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, part))  # noqa: E731
+        each = lambda part, sub: jax.tree.map(partial(put, part), sub)  # noqa: E731
+        return jax.tree.map(each, partitions, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     @property
     def inside(self) -> bool:

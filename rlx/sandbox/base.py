@@ -1,0 +1,102 @@
+"""What a sandbox is: an isolated workspace in which one session's programs run. Every provider implements it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rlx.config.sandbox import SandboxLimits
+
+
+class Limit(enum.StrEnum):
+    """Which limit ended a command."""
+
+    WALL = "wall"  # seconds
+    CPU = "cpu"  # seconds, of all its processes
+    MEMORY = "memory"  # the system killed a process of it
+    OUTPUT = "output"  # bytes of stdout and stderr together
+    DISK = "disk"  # bytes in the workspace
+    FILES = "files"  # entries in the workspace, directories too deep or made unreadable
+
+
+class SandboxError(RuntimeError):
+    """The sandbox, not the program in it, failed."""
+
+
+class PathError(ValueError):
+    """A path that is not a place for a file in the workspace: absolute, with "..", or through a link."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a command ended. Whatever it started has ended with it."""
+
+    exit_code: int  # 128 + the signal's number where a signal ended it
+    stdout: bytes
+    stderr: bytes
+    seconds: float  # from its start until nothing of it was left
+    stopped_by: Limit | None = None
+
+
+class Sandbox(Protocol):
+    """A workspace, a directory of files that stays from command to command; paths are relative to it."""
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Execution:
+        """Run a command in the workspace to its end, or to the first of its limits.
+
+        Args:
+          timeout_s: wall-clock seconds, where fewer than the sandbox's own limit.
+          env: variables beside PATH, HOME, TMPDIR and LANG; nothing of this process's environment is passed on.
+        Raises:
+          SandboxError: it could not be run.
+        """
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Put a file, in directories made where missing. Raises: PathError, SandboxError."""
+        ...
+
+    async def read(self, path: str) -> bytes:
+        """The content of a regular file. Raises: PathError, FileNotFoundError, SandboxError."""
+        ...
+
+    async def list(self) -> list[str]:
+        """The paths of the regular files, sorted."""
+        ...
+
+    async def snapshot(self) -> bytes:
+        """The workspace as a tar: equal for equal files, links and directories, whenever they were made."""
+        ...
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Replace everything in the workspace by a snapshot."""
+        ...
+
+    async def close(self) -> None:
+        """Remove it. May be called again."""
+        ...
+
+
+class Provider(Protocol):
+    """Who makes sandboxes. `rlx.sandbox.pool.Sandboxes` opens and closes them."""
+
+    async def start(self) -> None:
+        """Check that sandboxes can be made. Raises: SandboxError, saying what to do."""
+        ...
+
+    async def open(self, limits: SandboxLimits) -> Sandbox: ...
+
+    async def close(self) -> None: ...
+
+    def describe(self) -> dict[str, str]:
+        """What protects from what: {"network": "a network namespace without interfaces", ...}."""
+        ...

@@ -1,0 +1,213 @@
+"""Sandboxes on this machine: a directory for each, programs isolated by bubblewrap or, if so chosen, hardly at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rlx.config.sandbox import SandboxConfig, SandboxLimits
+from rlx.sandbox import cgroups, files, isolation, processes, seccomp
+from rlx.sandbox.base import Execution, Limit, SandboxError
+from rlx.sandbox.running import Tree, execute
+
+_ETC, _FILTER = "etc", "filter"  # beside the workspaces
+
+
+class _Shared(NamedTuple):
+    """What the sandboxes of a provider have in common."""
+
+    kind: Literal["bubblewrap", "subprocess"]
+    root: Path  # everything that is made is below it
+    groups: cgroups.Hierarchies
+    filtered: bool
+    read_only: tuple[str, ...]
+
+
+class LocalSandboxes:
+    """The provider of kinds "bubblewrap" and "subprocess"."""
+
+    def __init__(self, config: SandboxConfig):
+        if config.kind == "remote":
+            raise ValueError("sandbox.kind = 'remote' is not a sandbox of this machine: rlx.sandbox.remote has those")
+        self._config, self._kind = config, config.kind
+        self._filter = seccomp.program() if config.kind == "bubblewrap" else None
+        self._groups = cgroups.find()
+        self._shared: _Shared | None = None
+        self._slots = list(range(config.max_open + 1))  # one for the probe
+        self._made = 0
+
+    async def start(self) -> None:
+        missing = isolation.missing_tools(self._kind)
+        if missing:
+            raise SandboxError(
+                f"sandboxes of kind {self._kind!r} need {', '.join(missing)}, not found on PATH. To install them: "
+                "sudo apt-get install bubblewrap util-linux, or `make system-deps`. Without any isolation: "
+                "sandbox.kind = 'subprocess'."
+            )
+        root = Path(tempfile.mkdtemp(prefix="rlx-sandboxes-", dir=self._config.directory or None))
+        root.chmod(0o711)  # users of sandboxes pass through and see nothing
+        isolation.write_etc(root / _ETC)
+        (root / _FILTER).write_bytes(self._filter or b"")
+        self._shared = _Shared(self._kind, root, self._groups, self._filter is not None, self._config.read_only)
+        try:
+            await self._probe()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def open(self, limits: SandboxLimits) -> LocalSandbox:
+        if self._shared is None:
+            raise SandboxError("sandboxes were not started")
+        if not self._slots:
+            raise SandboxError(f"more than sandbox.max_open = {self._config.max_open} sandboxes are open")
+        slot, self._made = self._slots.pop(), self._made + 1
+        sandbox = LocalSandbox(self._shared, f"{self._made:06d}", limits, slot, lambda: self._slots.append(slot))
+        await asyncio.to_thread(sandbox.make)
+        return sandbox
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            await asyncio.to_thread(files.remove, str(self._shared.root))
+            self._shared = None
+
+    def describe(self) -> dict[str, str]:
+        return isolation.describe(self._kind, self._groups, filtered=self._filter is not None)
+
+    async def _probe(self) -> None:
+        sandbox = await self.open(self._config.limits)
+        try:
+            said = await sandbox.run(["python3", "-I", "-S", "-c", "print('ready')"])
+        finally:
+            await sandbox.close()
+        if said.stdout != b"ready\n":
+            words = said.stderr.decode(errors="replace").strip()[-500:]
+            raise SandboxError(
+                f"a sandbox of kind {self._kind!r} could not run python3 (exit code {said.exit_code}, {words!r}). "
+                "docs/sandboxes.md says what the system must allow: user namespaces for users, and in a container a "
+                "seccomp profile and a /proc that permit them. python3 must be below /usr or sandbox.read_only."
+            )
+
+
+class LocalSandbox:
+    """See `rlx.sandbox.base.Sandbox`."""
+
+    def __init__(self, shared: _Shared, name: str, limits: SandboxLimits, slot: int, release: Callable[[], None]):
+        self.limits = limits
+        self.workspace = str(shared.root / name)
+        self.user = isolation.user_of(slot) if shared.kind == "bubblewrap" and os.geteuid() == 0 else None
+        self.group: cgroups.Cgroup | None = None
+        self._shared, self._release = shared, release
+        self._group_name = f"{shared.root.name}-{name}"
+        self._open = False
+
+    def make(self) -> None:
+        os.mkdir(self.workspace, 0o700)
+        if self.user is not None:
+            os.chown(self.workspace, self.user, self.user)
+        if self._shared.groups.version:
+            self.group = cgroups.Cgroup(self._shared.groups, self._group_name, self.limits)
+        self._open = True
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Execution:
+        self._check_open()
+        if isinstance(command, str) or not command or any("\0" in word for word in command):
+            raise ValueError(f"a command is a sequence of words, such as ['python3', 'a.py'], not {command!r}")
+        isolated = self._shared.kind == "bubblewrap"
+        own = {**isolation.ENVIRONMENT, "HOME": self.workspace, "TMPDIR": "/tmp", **(env or {})}
+        filter_fd = os.open(self._shared.root / _FILTER, os.O_RDONLY) if self._shared.filtered else None
+        try:
+            return await execute(
+                [*self._launcher(env or {}, filter_fd), *command],
+                stdin=stdin,
+                env=isolation.ENVIRONMENT if isolated else own,  # bubblewrap sets the program's
+                cwd="/" if isolated else self.workspace,
+                wall_s=min(self.limits.wall_s, self.limits.wall_s if timeout_s is None else timeout_s),
+                limits=self.limits,
+                tree=self._tree(),
+                pass_fds=() if filter_fd is None else (filter_fd,),
+            )
+        finally:
+            if filter_fd is not None:
+                os.close(filter_fd)
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._check_open()
+        await asyncio.to_thread(files.write, self.workspace, path, data, self.user)
+
+    async def read(self, path: str) -> bytes:
+        self._check_open()
+        return await asyncio.to_thread(files.read, self.workspace, path, self.limits.file_bytes)
+
+    async def list(self) -> list[str]:
+        self._check_open()
+        entries = await asyncio.to_thread(files.entries, self.workspace, self.limits)
+        return [entry.path for entry in entries if entry.kind == "file"]
+
+    async def snapshot(self) -> bytes:
+        self._check_open()
+        return await asyncio.to_thread(files.pack, self.workspace, self.limits)
+
+    async def restore(self, snapshot: bytes) -> None:
+        self._check_open()
+        await asyncio.to_thread(self._replace, snapshot)
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            await asyncio.to_thread(self._remove)
+            self._release()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise SandboxError("the sandbox is closed")
+
+    def _replace(self, snapshot: bytes) -> None:
+        for name in os.listdir(self.workspace):
+            files.remove(os.path.join(self.workspace, name))
+        files.unpack(self.workspace, snapshot, self.user)
+
+    def _remove(self) -> None:
+        if self.group is not None:
+            self.group.kill()
+            self.group.remove()
+        files.remove(self.workspace)
+
+    def _launcher(self, env: Mapping[str, str], filter_fd: int | None) -> list[str]:
+        isolated = self._shared.kind == "bubblewrap"
+        argv = isolation.become(self.user, self.group.joins if self.group else ())
+        if isolated:
+            etc = str(self._shared.root / _ETC)
+            read_only = self._shared.read_only
+            argv += isolation.namespaces(self.workspace, self.limits, env, read_only, etc, filter_fd)
+        return argv + isolation.limited(self.limits, grouped=self.group is not None, of_user=isolated)
+
+    def _tree(self) -> Tree:
+        group, limits = self.group, self.limits
+        before = group.cpu_seconds() if group else None
+
+        def kill(process: int) -> None:
+            processes.kill(process)
+            if group:
+                group.kill()
+
+        def over() -> Limit | None:
+            now = group.cpu_seconds() if group else None
+            if now is not None and before is not None and now - before > limits.cpu_s:
+                return Limit.CPU
+            return files.over_limit(self.workspace, limits)
+
+        def ended() -> Limit | None:
+            return Limit.MEMORY if group and group.out_of_memory() else None
+
+        return Tree(kill, over, ended, lambda: not (group and group.processes()))

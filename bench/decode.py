@@ -59,7 +59,7 @@ def decode_case(arch: Architecture, params: Params, slots: int, head: int, ends:
     admission = sampler.Admission(
         zeros, zeros, zeros + 10**6, jnp.arange(slots, dtype=jnp.uint32), jnp.ones(slots, jnp.float32)
     )
-    held = [sampler.init_slots(arch, config, slots, params["embed"].dtype)]
+    held = [sampler.init_slots(arch, config.ends, slots, params["embed"].dtype)]
 
     def run() -> None:
         held[0] = sampler.admit(arch, held[0], prompt, admission)

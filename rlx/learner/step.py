@@ -189,6 +189,7 @@ def _laid_out(config: StepConfig, batch: MicroBatch) -> MicroBatch:
     )
 
 
+@partial(jax.jit, static_argnums=0, inline=True)  # traced once for all who ask for its shapes or its program
 def slice_gradient(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Total:
     """Loss, gradient and metric sums of a micro-batch."""
     gradient_of = jax.value_and_grad(partial(slice_loss, config), has_aux=True)

@@ -100,11 +100,12 @@ def unstack_layers(arch: Architecture, params: Params) -> Params:
     return {**params, "layers": layer_trees(arch, params["layers"])}
 
 
-def init_slots(arch: Architecture, config: SamplerConfig, slots: int, dtype: jnp.dtype) -> Slots:
+def init_slots(arch: Architecture, ends: tuple[int, ...], slots: int, dtype: jnp.dtype) -> Slots:
+    """Empty ones; `ends` as in `SamplerConfig`."""
     row = lambda dtype: jnp.zeros(slots, dtype)  # noqa: E731
     mixers = [layer.mixer for layer in arch.layers]
     return Slots(
-        caches=tuple(kind(mixer).empty(mixer, slots, config.ends, dtype) for mixer in mixers),
+        caches=tuple(kind(mixer).empty(mixer, slots, ends, dtype) for mixer in mixers),
         token=row(jnp.int32),
         position=row(jnp.int32),
         active=row(bool),

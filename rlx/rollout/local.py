@@ -83,7 +83,7 @@ class LocalEngine:
 
     def _reset(self) -> None:
         self._owner: list[Pending | None] = [None] * self.widths[0]
-        self._slots = _init_slots(self.arch, self.config, self.widths[0], self._params["embed"].dtype)
+        self._slots = _init_slots(self.arch, self.config.ends, self.widths[0], self._params["embed"].dtype)
 
     async def generate(self, request: Request) -> list[Completion]:
         """See `rlx.rollout.engine.Engine`. A cancelled request frees its slots and says what it had written."""
@@ -138,7 +138,8 @@ class LocalEngine:
     def _decode(self) -> sampler.Dispatch:
         """One dispatch, its results on the host. Where somebody waits it ends as soon as a slot is free."""
         longest = max(len(p.request.prompt) + p.count for p in self._owner if p is not None)
-        stretches = next(i for i, end in enumerate(self.config.ends, 1) if end >= longest)
+        # A stretch that the longest is about to leave would be compiled for a single token.
+        stretches = next((i for i, end in enumerate(self.config.ends, 1) if end > longest), len(self.config.ends))
         until_free = jnp.asarray(bool(self._queue))
         self._slots, dispatch = sampler.decode(self.arch, self.config, stretches, self._params, self._slots, until_free)
         return jax.device_get(dispatch)

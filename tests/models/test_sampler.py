@@ -50,7 +50,7 @@ def admission(*entries):
 
 
 def admitted(prompts, *entries):
-    return sampler.admit(ARCH, sampler.init_slots(ARCH, CONFIG, SLOTS, jnp.float32), prompts, admission(*entries))
+    return sampler.admit(ARCH, sampler.init_slots(ARCH, CONFIG.ends, SLOTS, jnp.float32), prompts, admission(*entries))
 
 
 def decode(params, slots, stretches=ALL, until_free=False):
@@ -169,7 +169,7 @@ def test_resized_slots_go_on_where_they_were(params, prompts):
 
 
 def test_decoding_nothing_changes_nothing(params):
-    idle = sampler.init_slots(ARCH, CONFIG, SLOTS, jnp.float32)
+    idle = sampler.init_slots(ARCH, CONFIG.ends, SLOTS, jnp.float32)
     before = jax.device_get(idle)
     after, dispatch = decode(params, idle)
     assert jax.tree.all(jax.tree.map(np.array_equal, after, before))

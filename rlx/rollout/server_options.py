@@ -52,6 +52,8 @@ def server_specs(config: Config, logs: Path, *, attached: bool = True) -> list[S
     if inference.device == "cpu":
         # Servers that share a CPU and each take all of it slow each other down.
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // max(1, inference.count)))
+        # Threads that wait for each other by spinning take the cores from whoever they wait for, and from the trainer.
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     return [
         ServerSpec(
             python=str(Path(inference.python).absolute()),

@@ -133,7 +133,9 @@ def missing_tools(kind: Literal["bubblewrap", "subprocess"]) -> list[str]:
     return [tool for tool in needed if shutil.which(tool) is None]
 
 
-def describe(kind: Literal["bubblewrap", "subprocess"], groups: Hierarchies, *, filtered: bool) -> dict[str, str]:
+def describe(
+    kind: Literal["bubblewrap", "subprocess"], groups: Hierarchies, *, in_memory: bool, filtered: bool
+) -> dict[str, str]:
     """What protects from what, for people: a line for each thing that a program could harm."""
     by_group = f"control groups, version {groups.version}"
     grouped = bool(groups.version)
@@ -143,7 +145,9 @@ def describe(kind: Literal["bubblewrap", "subprocess"], groups: Hierarchies, *, 
         if groups.has("cpuacct") or groups.version == 2
         else "of each process only",
         "cores": by_group if groups.has("cpu") else "not limited",
-        "disk": "looked at ten times a second while a program runs; a file's size by RLIMIT_FSIZE",
+        "disk": "a file system in memory of this size and number of files"
+        if in_memory
+        else "looked at ten times a second while a program runs; a file's size by RLIMIT_FSIZE",
         "output": "cut while it is read",
     }
     if kind == "subprocess":

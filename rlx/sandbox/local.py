@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox import cgroups, files, isolation, processes, seccomp
 from rlx.sandbox.base import Execution, Limit, SandboxError
 from rlx.sandbox.running import Tree, execute
+from rlx.sandbox.storage import Root
 
 _ETC, _FILTER = "etc", "filter"  # beside the workspaces
 
@@ -21,7 +20,7 @@ class _Shared(NamedTuple):
     """What the sandboxes of a provider have in common."""
 
     kind: Literal["bubblewrap", "subprocess"]
-    root: Path  # everything that is made is below it
+    root: Root
     groups: cgroups.Hierarchies
     filtered: bool
     read_only: tuple[str, ...]
@@ -48,10 +47,9 @@ class LocalSandboxes:
                 "sudo apt-get install bubblewrap util-linux, or `make system-deps`. Without any isolation: "
                 "sandbox.kind = 'subprocess'."
             )
-        root = Path(tempfile.mkdtemp(prefix="rlx-sandboxes-", dir=self._config.directory or None))
-        root.chmod(0o711)  # users of sandboxes pass through and see nothing
-        isolation.write_etc(root / _ETC)
-        (root / _FILTER).write_bytes(self._filter or b"")
+        root = await asyncio.to_thread(Root, self._config.directory, self._groups)
+        isolation.write_etc(root.path / _ETC)
+        (root.path / _FILTER).write_bytes(self._filter or b"")
         self._shared = _Shared(self._kind, root, self._groups, self._filter is not None, self._config.read_only)
         try:
             await self._probe()
@@ -71,11 +69,16 @@ class LocalSandboxes:
 
     async def close(self) -> None:
         if self._shared is not None:
-            await asyncio.to_thread(files.remove, str(self._shared.root))
+            await asyncio.to_thread(self._shared.root.close)
             self._shared = None
 
     def describe(self) -> dict[str, str]:
-        return isolation.describe(self._kind, self._groups, filtered=self._filter is not None)
+        return isolation.describe(
+            self._kind,
+            self._groups,
+            in_memory=bool(self._shared and self._shared.root.in_memory),
+            filtered=self._filter is not None,
+        )
 
     async def _probe(self) -> None:
         sandbox = await self.open(self._config.limits)
@@ -97,19 +100,18 @@ class LocalSandbox:
 
     def __init__(self, shared: _Shared, name: str, limits: SandboxLimits, slot: int, release: Callable[[], None]):
         self.limits = limits
-        self.workspace = str(shared.root / name)
+        self.workspace = ""  # its path on this machine
         self.user = isolation.user_of(slot) if shared.kind == "bubblewrap" and os.geteuid() == 0 else None
         self.group: cgroups.Cgroup | None = None
         self._shared, self._release = shared, release
-        self._group_name = f"{shared.root.name}-{name}"
+        self._name = name
         self._open = False
 
     def make(self) -> None:
-        os.mkdir(self.workspace, 0o700)
-        if self.user is not None:
-            os.chown(self.workspace, self.user, self.user)
-        if self._shared.groups.version:
-            self.group = cgroups.Cgroup(self._shared.groups, self._group_name, self.limits)
+        root, groups = self._shared.root, self._shared.groups
+        self.workspace = root.make(self._name, self.user, self.limits)
+        if groups.version:
+            self.group = cgroups.Cgroup(groups, f"{root.path.name}-{self._name}", self.limits)
         self._open = True
 
     async def run(
@@ -125,7 +127,7 @@ class LocalSandbox:
             raise ValueError(f"a command is a sequence of words, such as ['python3', 'a.py'], not {command!r}")
         isolated = self._shared.kind == "bubblewrap"
         own = {**isolation.ENVIRONMENT, "HOME": self.workspace, "TMPDIR": "/tmp", **(env or {})}
-        filter_fd = os.open(self._shared.root / _FILTER, os.O_RDONLY) if self._shared.filtered else None
+        filter_fd = os.open(self._shared.root.path / _FILTER, os.O_RDONLY) if self._shared.filtered else None
         try:
             return await execute(
                 [*self._launcher(env or {}, filter_fd), *command],
@@ -181,19 +183,19 @@ class LocalSandbox:
         if self.group is not None:
             self.group.kill()
             self.group.remove()
-        files.remove(self.workspace)
+        self._shared.root.remove(self.workspace)
 
     def _launcher(self, env: Mapping[str, str], filter_fd: int | None) -> list[str]:
         isolated = self._shared.kind == "bubblewrap"
         argv = isolation.become(self.user, self.group.joins if self.group else ())
         if isolated:
-            etc = str(self._shared.root / _ETC)
+            etc = str(self._shared.root.path / _ETC)
             read_only = self._shared.read_only
             argv += isolation.namespaces(self.workspace, self.limits, env, read_only, etc, filter_fd)
         return argv + isolation.limited(self.limits, grouped=self.group is not None, of_user=isolated)
 
     def _tree(self) -> Tree:
-        group, limits = self.group, self.limits
+        group, limits, in_memory = self.group, self.limits, self._shared.root.in_memory
         before = group.cpu_seconds() if group else None
 
         def kill(process: int) -> None:
@@ -205,7 +207,7 @@ class LocalSandbox:
             now = group.cpu_seconds() if group else None
             if now is not None and before is not None and now - before > limits.cpu_s:
                 return Limit.CPU
-            return files.over_limit(self.workspace, limits)
+            return None if in_memory else files.over_limit(self.workspace, limits)
 
         def ended() -> Limit | None:
             return Limit.MEMORY if group and group.out_of_memory() else None

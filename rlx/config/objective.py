@@ -69,12 +69,18 @@ class ObjectiveConfig:
     @property
     def needs_head(self) -> bool:
         """The sampler's K likeliest tokens must come with every sampled token."""
-        return self.centering != "off" or self.distill.form == "top_k"
+        overlaps = self.distill.form != "off" and self.distill.calibration == "overlap"
+        return self.centering != "off" or self.distill.form == "top_k" or overlaps
 
     @property
     def needs_reference(self) -> bool:
         """A frozen reference must score every trained token."""
         return self.kl_coefficient > 0 or (self.distill.form != "off" and self.distill.signal == "proxy")
+
+    @property
+    def penalises_rewards(self) -> bool:
+        """The KL to the reference is subtracted from rewards."""
+        return self.kl_coefficient > 0 and self.kl_placement == "reward"
 
     @property
     def needs_scoring_pass(self) -> bool:

@@ -330,6 +330,13 @@ DISTILLATION = (
         "lam is divided by a share in [floor, 1]; set the floor in (0, 1], e.g. 0.2",
     ),
     Rule(
+        ("distill.calibration=overlap",),
+        "rollout.head_size",
+        lambda o, r: o.distill.form == "off" or r.head_size >= 1,
+        "config.objective.distill.calibration = 'overlap' compares with the sampler's likeliest tokens; set 16, or "
+        "calibration to 'constant'",
+    ),
+    Rule(
         ("distill.form",),
         "objective.distill.weights",
         lambda o, r: len(o.distill.weights) > 0 and all(w > 0 for w in o.distill.weights),

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int
 
 from rlx.rollout.fates import graded
 from rlx.types import Group, StopReason
 
 PASS = 1.0  # the reward of a pass
+NGRAM = 4  # tokens that are looked for again
 
 
 def rollout_scalars(groups: Sequence[Group]) -> dict[str, float]:
@@ -26,11 +28,20 @@ def rollout_scalars(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_std": lengths.std(),
         "response/length_max": lengths.max(),
         "response/prompt_length_mean": np.mean([len(s.tokens) - s.num_written for s in samples]),
+        "response/repetition_fraction": np.mean([repetition(s.tokens[s.mask]) for s in samples]),
         "response/truncated_fraction": stops[StopReason.LENGTH] / len(samples),
     }
     values |= {f"response/stop_reason_{reason.value}": stops[reason] / len(samples) for reason in StopReason}
     values |= _reward_scalars([g for g in map(graded, groups) if g.samples])
     return {name: float(value) for name, value in values.items()}
+
+
+def repetition(written: Int[np.ndarray, " tokens"]) -> float:
+    """Share of the 4-grams of a response that it has had before; 0 where it is shorter."""
+    if len(written) < NGRAM:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(written, NGRAM)
+    return 1 - len(np.unique(windows, axis=0)) / len(windows)
 
 
 def _reward_scalars(groups: Sequence[Group]) -> dict[str, float]:

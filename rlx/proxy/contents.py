@@ -1,0 +1,102 @@
+"""What a model directory holds, by content: equal weights have one hash wherever they lie and however they are cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlx.metrics.jsonl import read_json
+
+CHUNK = 1 << 24  # bytes read at once
+# Keys of a config.json that say where it came from and not what the model is.
+BESIDE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path", "revision")
+
+
+class Contents(NamedTuple):
+    """A checkpoint or an adapter."""
+
+    hash: str  # sha256, hexadecimal
+    parameters: int
+    size_bytes: int  # of the tensors
+    adapter_of: str  # the directory that an adapter's own config names, "" for a whole model
+
+
+def read_contents(directory: Path | str) -> Contents:
+    """Reads every byte of the weights.
+
+    Raises:
+      FileNotFoundError: no model or adapter there. ValueError: a file that is cut short or is not safetensors.
+    """
+    directory = Path(directory)
+    adapter = directory / "adapter_config.json"
+    described = adapter if adapter.is_file() else directory / "config.json"
+    if not described.is_file():
+        raise FileNotFoundError(f"{directory} has neither config.json nor adapter_config.json: it is no model")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{directory} has no safetensors file")
+    config = read_json(described)
+    digest = hashlib.sha256(_canonical({k: v for k, v in config.items() if k not in BESIDE}))
+    tensors = [entry for file in files for entry in _entries(file)]
+    for entry in sorted(tensors, key=lambda e: e.name):
+        digest.update(f"\n{entry.name} {entry.dtype} {list(entry.shape)}\n".encode())
+        _update(digest, entry)
+    parameters = sum(math.prod(entry.shape) for entry in tensors)
+    size = sum(entry.end - entry.start for entry in tensors)
+    base = str(config.get("base_model_name_or_path") or "") if described == adapter else ""
+    return Contents(digest.hexdigest(), parameters, size, base)
+
+
+def joined(*hashes: str) -> str:
+    """The hash of an adapter on its base."""
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+class _Entry(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int  # bytes of the file
+    end: int
+
+
+def _entries(file: Path) -> list[_Entry]:
+    """The tensors of a safetensors file: eight bytes with the header's length, the header, the tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if 8 + length > size:
+            raise ValueError(f"{file} is not a whole safetensors file")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file} is not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    at = 8 + length
+    found = [
+        _Entry(name, e["dtype"], tuple(e["shape"]), file, at + e["data_offsets"][0], at + e["data_offsets"][1])
+        for name, e in header.items()
+    ]
+    if found and max(e.end for e in found) > size:
+        raise ValueError(f"{file} is cut short: {size} bytes of {max(e.end for e in found)}")
+    return found
+
+
+def _update(digest: Any, entry: _Entry) -> None:
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.start)
+        left = entry.end - entry.start
+        while left:
+            chunk = stream.read(min(left, CHUNK))
+            if not chunk:
+                raise ValueError(f"{entry.file} became shorter while it was read")
+            digest.update(chunk)
+            left -= len(chunk)
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()

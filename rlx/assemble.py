@@ -18,6 +18,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.schema import Config, LoraConfig
 from rlx.data.packing import PackedBatch, PackingConfig
 from rlx.data.pipeline import TaskStream, digest
+from rlx.environments import openings
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.learner.routing import RouterLosses
 from rlx.learner.state import LearnerState, init_state, make_optimizer, state_shardings
@@ -29,6 +30,7 @@ from rlx.models.sampler import routes_shape
 from rlx.models.sharded import load_sharded
 from rlx.models.spec import Architecture, Params, ParamSpec, param_specs
 from rlx.models.transformer import Remat, kept_bytes, prefix_sharing_unsupported_reason
+from rlx.parallel.gather import Gather
 from rlx.parallel.layout import Layout, LayoutError, check, micro_batches, parse_layout
 from rlx.parallel.mesh import Placement, make_mesh
 from rlx.rollout.collect import Sampling
@@ -41,6 +43,10 @@ UNROLLED_LAYERS = 8
 KEPT_BYTES = 2 << 30
 
 
+def _as_it_is(params: Params) -> Params:
+    return params
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """A checkpoint in memory, with its tokenizer. `params` are frozen where LoRA is trained."""
@@ -50,6 +56,7 @@ class Model:
     tokenizer: ChatTokenizer
     fingerprint: str  # of its files: what a checkpoint of its adapter belongs to
     placement: Placement | None = None  # of `params` and what is trained, None = one device
+    gather: Callable[[Params], Params] = _as_it_is  # from there to where engines and files take it from
 
 
 def load_model(config: Config, *, on_mesh: bool = False) -> Model:
@@ -80,7 +87,7 @@ def load_model(config: Config, *, on_mesh: bool = False) -> Model:
             f"config.rollout.head_size = {config.rollout.head_size}: the model in {path} has {arch.vocab_size} tokens; "
             "set at most that"
         )
-    tokenizer = load_chat_tokenizer(path, config.tasks.system_prompt, config.tasks.suffix)
+    tokenizer = load_chat_tokenizer(path, config.tasks.system_prompt, config.tasks.suffix, config.chat)
     if tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {arch.vocab_size} "
@@ -89,9 +96,20 @@ def load_model(config: Config, *, on_mesh: bool = False) -> Model:
     placement = trainer_placement(config, arch) if on_mesh else None
     if placement is None:
         params = jax.tree.map(jnp.asarray, hf.load_params(path, arch, config.model.dtype))
-    else:
-        params = load_sharded(path, arch, config.model.dtype, shardings(param_specs(arch), arch, placement))
-    return Model(arch, params, tokenizer, files.fingerprint(path), placement)
+        return Model(arch, params, tokenizer, files.fingerprint(path))
+    params = load_sharded(path, arch, config.model.dtype, shardings(param_specs(arch), arch, placement))
+    return Model(arch, params, tokenizer, files.fingerprint(path), placement, _gather(config, placement, params))
+
+
+def _gather(config: Config, placement: Placement, params: Params) -> Callable[[Params], Params]:
+    """An engine in this process has one device. What goes to servers or files from one process need not be gathered:
+    it leaves the mesh tensor by tensor."""
+    lasting = params if config.lora.rank else {}
+    if jax.process_index():
+        return Gather(placement, lasting, "nowhere")
+    if config.engine.kind == "local":
+        return Gather(placement, lasting, "device")
+    return Gather(placement, lasting, "host") if jax.process_count() > 1 else _as_it_is
 
 
 def trained_specs(config: Config, arch: Architecture) -> Params:
@@ -107,10 +125,14 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
     text, learner = config.cluster.trainer_layout, config.learner
     try:
         layout = parse_layout(text) if text else Layout()
-        if layout.devices == 1:
+        if layout.devices == 1 and jax.process_count() == 1:
             return None
         check(layout, sizes_of(arch, learner.row_tokens, learner.micro_batch_rows))
         mesh = make_mesh(layout)
+        if jax.process_count() > 1 and layout.devices != jax.device_count():
+            raise LayoutError(
+                f"the processes have {jax.device_count()} devices together, {layout} is for {layout.devices}"
+            )
     except LayoutError as error:
         raise ConfigError(f"config.cluster.trainer_layout = {text!r}: {error}") from error
     if layout.pp > 1 and config.model.replay_routes:
@@ -123,8 +145,10 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
 
 
 def check_prompts(config: Config, tokenizer: ChatTokenizer, tasks: Iterable[Task]) -> None:
-    """Raises ConfigError where a prompt with rollout.max_new_tokens behind it does not fit the engine's context."""
-    lengths = {task.id: len(tokenizer.encode_prompt(task.question)) for task in tasks}
+    """Raises ConfigError where a prompt with rollout.max_new_tokens behind it does not fit the engine's context, or
+    begins a session at its limit. Raises ValueError where the chat template does not keep what was said."""
+    opening = openings(config, tokenizer)
+    lengths = {task.id: len(opening(task)) for task in tasks}
     longest = max(lengths, key=lambda name: lengths[name])
     room = config.engine.context - config.rollout.max_new_tokens
     if lengths[longest] > room:
@@ -133,6 +157,12 @@ def check_prompts(config: Config, tokenizer: ChatTokenizer, tasks: Iterable[Task
             f"config.engine.context = {config.engine.context}: no room for {config.rollout.max_new_tokens} tokens of "
             f"response to {count} of {len(lengths)} tasks; the longest prompt, {longest}, has {lengths[longest]}; "
             f"set at least {lengths[longest] + config.rollout.max_new_tokens}, or leave these tasks out"
+        )
+    limit = config.producer.session_token_limit
+    if 0 < limit <= lengths[longest]:
+        raise ConfigError(
+            f"config.producer.session_token_limit = {limit}: the longest prompt, {longest}, has {lengths[longest]} "
+            f"tokens, so its sessions would end before they began; set at least {lengths[longest] + 1}"
         )
 
 
@@ -235,6 +265,8 @@ def sampling(config: Config) -> Sampling:
         temperature=config.rollout.temperature,
         zero_reward_truncated=config.rollout.truncated == "zero_reward",
         seed=2 * config.run.seed,
+        session_token_limit=config.producer.session_token_limit,
+        environment_timeout_s=config.producer.environment_timeout_s,
     )
 
 
@@ -266,6 +298,13 @@ def step_config(
         router_losses=RouterLosses(config.model.balance_loss, config.model.router_z_loss),
         placement=placement,
     )
+
+
+def shapes(config: Config, model: Model) -> tuple[StepConfig, PackingConfig]:
+    """What an update of a run is compiled for."""
+    samples = config.rollout.tasks_per_update * config.rollout.group_size
+    step = step_config(config, model.arch, samples, model.placement)
+    return step, packing_config(config, samples, head_size(config), replayed_routes(config, model.arch))
 
 
 def unrolled(config: Config, arch: Architecture) -> bool:
@@ -309,10 +348,13 @@ def device_batch(packed: PackedBatch, placement: Placement | None = None) -> Bat
     """The packed batch on the device, or on all of a mesh: rows over dp, each process giving its own devices theirs."""
     whole = ("num_targets", "num_sequences")
     slices = [f.name for f in dataclasses.fields(MicroBatch) if f.name not in whole]
-    put: Callable[[Any], jax.Array] = jnp.asarray if placement is None else placement.spread
-    counts = {name: put(np.int32(getattr(packed, name))) for name in whole}
+    put: Callable[[Any], Any] = jnp.asarray if placement is None else placement.spread
+    counts: dict[str, Any] = {name: put(np.int32(getattr(packed, name))) for name in whole}
     # Each array of the batch has its twin of the same name, so a forgotten one fails here.
     return [
-        MicroBatch(**{name: jax.tree.map(lambda x, i=i: put(x[i]), getattr(packed, name)) for name in slices}, **counts)
+        MicroBatch(
+            **{name: jax.tree.map(lambda x, i=i: put(x[i]), getattr(packed, name)) for name in slices},
+            **counts,
+        )
         for i in range(len(packed.tokens))
     ]

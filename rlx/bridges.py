@@ -38,11 +38,14 @@ def publishes_adapter(config: Config) -> bool:
 
 def published(config: Config, model: assemble.Model, trainable: Params) -> Params:
     """What is published of a learner's state: the adapter, or all parameters with it merged in."""
-    return trainable if publishes_adapter(config) else assemble.policy_params(config, model, trainable)
+    return model.gather(trainable if publishes_adapter(config) else assemble.policy_params(config, model, trainable))
 
 
 def make_bridge(config: Config, model: assemble.Model, directory: Path) -> Bridge | AdapterBridge:
-    """directory: of the run. Raises OSError where versions cannot be written."""
+    """directory: of the run. Raises OSError where versions cannot be written.
+
+    The probe of an adapter is computed by one process, so there is none where a trainer has several.
+    """
     inference = config.inference
     place = (
         Path(inference.weights_directory) / config.run.name if inference.weights_directory else directory / "weights"
@@ -55,7 +58,7 @@ def make_bridge(config: Config, model: assemble.Model, directory: Path) -> Bridg
             config.lora,
             config.model.path,
             send,
-            probe=_probe(config, model),
+            probe=_probe(config, model) if jax.process_count() == 1 else None,
             ranks=inference.tensor_parallel,
             timeout_s=config.producer.load_timeout_s,
         )

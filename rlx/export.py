@@ -21,6 +21,7 @@ from rlx.config.schema import Config
 from rlx.learner.state import LearnerState
 from rlx.metrics.jsonl import read_json
 from rlx.models import hf, peft
+from rlx.models.description import Params
 from rlx.types import Task
 
 
@@ -31,15 +32,22 @@ def write_policy(config: Config, model: assemble.Model, state: LearnerState, dir
     if path.exists():
         shutil.rmtree(path)
     if config.lora.rank:
-        peft.save_adapter(path, model.arch, state.trainable, config.lora, config.model.path)
+        peft.save_adapter(path, model.arch, policy_of(config, model, state), config.lora, config.model.path)
     else:
         write_merged(config, model, state, path)
     return path
 
 
+def policy_of(config: Config, model: assemble.Model, state: LearnerState) -> Params:
+    """What `write_policy` writes."""
+    if config.lora.rank:
+        return model.gather(state.trainable)
+    return model.gather(assemble.policy_params(config, model, state.trainable))
+
+
 def write_merged(config: Config, model: assemble.Model, state: LearnerState, path: Path) -> None:
     """The whole model in one Hugging Face directory, adapter merged in. `path` must not exist."""
-    params = assemble.policy_params(config, model, state.trainable)
+    params = model.gather(assemble.policy_params(config, model, state.trainable))
     hf.save_params(path, model.arch, params, config.model.dtype, tokenizer_from=config.model.path)
 
 

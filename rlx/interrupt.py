@@ -85,9 +85,13 @@ class Preemption:
         finally:
             self._task = None
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
+    def request(self) -> None:
+        """As if a signal had come; from any thread."""
         self.requested = True
-        if signum == signal.SIGINT:
-            signal.signal(signum, self._previous[signal.SIGINT])
         if (task := self._task) is not None:
             self._loop.call_soon_threadsafe(task.cancel)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT:
+            signal.signal(signum, self._previous[signal.SIGINT])
+        self.request()

@@ -19,9 +19,11 @@ from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
 from rlx.data.packing import pack as pack_batch
 from rlx.data.pipeline import TaskStream, digest
+from rlx.environments import Environments, entered
 from rlx.envs.graders import GraderPool, check_gold_answers
 from rlx.envs.tasks import build_tasks
 from rlx.feed import Feed, Overlapped, Parts, Synchronous
+from rlx.frozen import Frozen, open_frozen
 from rlx.interrupt import Preemption
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import StepConfig, compile_update
@@ -30,6 +32,7 @@ from rlx.metrics.ledger import Ledger
 from rlx.metrics.rundir import Records, RunDirectory, RunDirectoryError, open_run
 from rlx.metrics.timers import Timers
 from rlx.parallel import runtime
+from rlx.processes import Peers
 from rlx.recorder import Recorder
 from rlx.rollout.records import pack, unpack
 from rlx.serving import Place, Serving, open_serving, started_servers
@@ -44,6 +47,7 @@ class Progress:
     no_signal_streak: int = 0  # collections in a row without any signal
     evals: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # label -> EvalResult
     seconds: float = 0.0  # wall time of the earlier processes of this run
+    guard: dict[str, Any] = dataclasses.field(default_factory=dict)  # what `rlx.collapse` remembers
 
 
 class Moment(NamedTuple):
@@ -81,11 +85,12 @@ class Run:
     optimizer: optax.GradientTransformation
     step: StepConfig
     packing: PackingConfig
+    frozen: Frozen | None  # policies that score an update's samples
     stream: TaskStream
     held_out: list[Task]
     held_out_digest: str
     serving: Serving
-    graders: GraderPool
+    environments: Environments
     checkpoints: Checkpoints
     recorder: Recorder
     preemption: Preemption
@@ -97,6 +102,7 @@ class Run:
     compiled: Future[None]  # done when the update is compiled
     flow: dict[str, Any] | None  # what was under way in the checkpoint that was restored; None: the run is fresh
     started: float  # time.monotonic() of this process's start
+    peers: Peers  # the trainer's other processes
 
     @property
     def version(self) -> int:
@@ -109,6 +115,7 @@ class Run:
 
     def policy(self) -> Any:
         """What engines should be given now."""
+        self.peers.tell("published")
         return bridges.published(self.config, self.model, self.state.trainable)
 
     def publish(self, feed: Feed, since: int) -> None:
@@ -140,9 +147,8 @@ class Run:
         """Where batches come from. What engines serve and the ledger holds must be the run's current state."""
         parts = Parts(
             self.config,
-            self.model.tokenizer,
+            self.environments,
             self.serving,
-            self.graders,
             self.stream,
             self.ledger,
             self.preemption,
@@ -178,7 +184,9 @@ class Run:
         if moment.flow and step == self.checkpoints.latest_step:
             write_later(self.directory, step, moment)
         else:
-            self.checkpoints.save(step, self.state, moment.host, pack(moment.flow) if moment.flow else b"")
+            flow = pack(moment.flow) if moment.flow else b""
+            self.peers.tell("save", step, moment.host, flow)
+            self.checkpoints.save(step, self.state, moment.host, flow)
         if feed is not None:
             feed.kept(sorted({*self.checkpoints.steps, step}))
 
@@ -240,11 +248,14 @@ def continued(
 
 
 @contextlib.contextmanager
-def open_training(config: Config) -> Iterator[Run]:
+def open_training(config: Config, peers: Peers) -> Iterator[Run]:
     """Build the parts in the order in which they can fail cheaply, and restore the newest checkpoint.
+
+    peers: the trainer's other processes, which begin here.
 
     Raises:
       ValueError, OSError: tasks, model or tokenizer that cannot be used; says what to do.
+      SignalError, VocabularyError: a signal that is damaged, or of a model with other tokens.
       RunDirectoryError, CheckpointError: a run directory that cannot be used as asked. And what `open_serving` raises.
     """
     started = time.monotonic()
@@ -258,12 +269,16 @@ def open_training(config: Config) -> Iterator[Run]:
         graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in tasks})))
         check_gold_answers(graders, tasks)
         group = stack.enter_context(started_servers(config, directory.path))  # they start while the model is read
+        peers.watch(preemption.request)
+        peers.tell("begin")
         model = assemble.load_model(config, on_mesh=True)
         assemble.check_prompts(config, model.tokenizer, tasks)
+        environments = stack.enter_context(entered(Environments(config, model.tokenizer, graders), preemption))
         optimizer = make_optimizer(config.learner)
         state = assemble.fresh_state(config, model)
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
         stack.callback(checkpoints.close)
+        stack.callback(peers.tell, "close")  # before
         if checkpoints.latest_step is None:
             refuse_to_overwrite(directory)
             begin = Beginning(state, Progress(), Ledger(), None, -1, Records(0, 0))
@@ -272,18 +287,19 @@ def open_training(config: Config) -> Iterator[Run]:
             begin = continued(config, directory.path, checkpoints.restore(state), model, held_out, stream)
         state = begin.state
 
+        step, packing = assemble.shapes(config, model)
+        frozen = open_frozen(config, model, step, packing)
+        if frozen is not None:
+            stack.callback(frozen.close)
+            packing = dataclasses.replace(packing, frozen=frozen.arrays())
         if not config.lora.rank:
             model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
-        samples = config.rollout.tasks_per_update * config.rollout.group_size
-        step = assemble.step_config(config, model.arch, samples, model.placement)
-        packing = assemble.packing_config(
-            config, samples, assemble.head_size(config), assemble.replayed_routes(config, model.arch)
-        )
         # Of a batch only the shapes count, and they are those of an empty one.
         (padding,) = assemble.device_batch(pack_batch([], packing), model.placement)
         compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
         compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
         place = Place(directory.path, group, preemption)
+        peers.tell("published")
         serving = open_serving(config, model, state.trainable, int(state.version), begin.ledger, place)
         yield Run(
             config=config,
@@ -292,11 +308,12 @@ def open_training(config: Config) -> Iterator[Run]:
             optimizer=optimizer,
             step=step,
             packing=packing,
+            frozen=frozen,
             stream=stream,
             held_out=held_out,
             held_out_digest=digest(held_out),
             serving=stack.enter_context(serving),
-            graders=graders,
+            environments=environments,
             checkpoints=checkpoints,
             recorder=stack.enter_context(Recorder(config, directory, begin.step, begin.records)),
             preemption=preemption,
@@ -308,4 +325,5 @@ def open_training(config: Config) -> Iterator[Run]:
             compiled=compiled,
             flow=begin.flow,
             started=started,
+            peers=peers,
         )

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from rlx import assemble, cli
+from rlx import assemble, cli, collapse
 from rlx.algos.advantages import advantages
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
@@ -28,6 +28,7 @@ from rlx.data.trajectories import advantage_inputs, by_sample, trajectories
 from rlx.evaluation import evaluate
 from rlx.export import write_policy
 from rlx.feed import Feed, Overlapped
+from rlx.follow import follow
 from rlx.interrupt import EXIT_PREEMPTED, Preempted
 from rlx.learner.routing import load_values
 from rlx.learner.state import learning_rate
@@ -36,21 +37,23 @@ from rlx.metrics.ledger import failed
 from rlx.metrics.rollout import grading_outcomes, grading_scalars, rollout_scalars
 from rlx.metrics.sample_page import write_page
 from rlx.parallel import runtime
+from rlx.processes import ALONE, Follower, Peers, joined
 from rlx.recorder import Scores
 from rlx.rollout.buffer import Batch
 from rlx.rollout.fates import graded
 from rlx.run import Moment, Run, finished, open_training
 from rlx.scoring import score_shown
 from rlx.sft import cold_start, sft_examples
+from rlx.summary import describe, summarise
 from rlx.types import Group, Sample
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot usefully go on: no signal, or no finite update, for too long."""
+    """The run cannot usefully go on: no signal or no finite update for too long, or a policy that has collapsed."""
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run `config` to its end and return its summary.
+def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
+    """Run `config` to its end and return its summary. peers: the trainer's other processes.
 
     Raises:
       ConfigError: the configuration asks for what this program does not do.
@@ -61,7 +64,7 @@ def train(config: Config) -> dict[str, Any]:
     done = finished(config)
     if done is not None:
         return done
-    with open_training(config) as run:
+    with open_training(config, peers) as run:
         # Gives the last moment that a resumed run may continue from; until the first update it starts anew.
         whole = whole_moment(run) if run.resumed else None
         try:
@@ -87,6 +90,7 @@ def train(config: Config) -> dict[str, Any]:
                     if evaluation_is_due(run):
                         measure(run, f"update {run.progress.update}")
                         whole = whole_moment(run, feed)
+                        stop_where_collapsed(run)
                     compiled = run.compilations.count
                     batch = rollout(run, feed)
                     # Nothing interrupts from here to the next whole moment: the state is that of the next update
@@ -103,6 +107,7 @@ def train(config: Config) -> dict[str, Any]:
                         whole = whole_moment(run, feed)
                     run.audit(version)
                     stop_where_hopeless(run, batch.groups)
+                    stop_where_collapsed(run)
                     # The last one is saved with the evaluation that follows it.
                     last = run.progress.update == config.learner.updates
                     if run.progress.update % config.checkpoint.every == 0 and not last:
@@ -143,11 +148,19 @@ def rollout(run: Run, feed: Feed) -> Batch:
 
 def select(run: Run, batch: Batch) -> PackedBatch:
     """What is trained on, packed with its advantages, which are relative to all graded samples of a group."""
+    inputs = advantage_inputs(batch.groups, run.step.num_sequences)
+    if run.frozen is not None and run.config.objective.penalises_rewards:
+        with run.timers("score"):
+            inputs["rewards"] = run.frozen.penalised(batch.groups, inputs["rewards"], run.state.trainable, run.step)
     with run.timers("pack"):
-        inputs = advantage_inputs(batch.groups, run.step.num_sequences)
         credit = by_sample(batch.groups, np.asarray(_advantages(run.config.objective, **inputs)))
-        with_head = run.packing.head_size > 0
-        return pack(trajectories(batch.samples, credit, run.version, with_head=with_head), run.packing)
+        with_head = assemble.head_size(run.config) > 0
+        chosen = trajectories(batch.samples, credit, run.version, with_head=with_head)
+    if run.frozen is not None:
+        with run.timers("score"):
+            chosen = run.frozen.scored(chosen)
+    with run.timers("pack"):
+        return pack(chosen, run.packing)
 
 
 def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, float]:
@@ -158,6 +171,7 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
     rate = float(learning_rate(run.config.learner)(run.version))
     with run.timers("update"):
         run.compiled.result()
+        run.peers.tell("update", packed)
         run.state, scalars, sums = update(
             run.step,
             run.optimizer,
@@ -203,8 +217,7 @@ def measure(run: Run, label: str) -> None:
         run.preemption.finish(run.serving.publisher.settled())
         job = evaluate(
             run.serving.engine,
-            run.graders,
-            run.model.tokenizer,
+            run.environments,
             run.held_out,
             run.config.eval,
             assemble.eval_sampling(run.config),
@@ -235,6 +248,8 @@ def report(
         run.progress.no_signal_streak = 0 if signal else run.progress.no_signal_streak + 1
         scalars = rollout_scalars(groups) | grading_scalars(groups) | learned
         scalars |= batch_scalars(run, samples, packed)
+        scalars |= {} if run.frozen is None else run.frozen.scalars(packed.num_targets)
+        collapse.observe(run.config.collapse, run.progress.guard, scalars)
         scalars["optimizer/skipped_updates"] = float(run.state.skipped)
         scalars["reward/no_signal_streak"] = float(run.progress.no_signal_streak)
         scalars["grader/timeouts"] = float(run.ledger[failed("grader_timeout")].samples)
@@ -280,8 +295,16 @@ def stop_where_hopeless(run: Run, groups: Sequence[Group]) -> None:
         )
 
 
+def stop_where_collapsed(run: Run) -> None:
+    """Raise TrainingStopped where a bound of config.collapse is broken."""
+    why = collapse.reason(run.config.collapse, run.progress.guard, run.progress.evals)
+    if why is not None:
+        raise TrainingStopped(why)
+
+
 def finish(run: Run) -> dict[str, Any]:
     """The trained policy as files, and the summary."""
+    run.peers.tell("policy")
     written = write_policy(run.config, run.model, run.state, run.directory)
     run.timers.end_update({})
     summary = summarise(run) | {"policy": str(written)}
@@ -323,42 +346,6 @@ def batch_scalars(run: Run, samples: Sequence[Sample], packed: PackedBatch) -> d
     }
 
 
-def summarise(run: Run) -> dict[str, Any]:
-    """What `summary.json` says of a run that came to its end."""
-    evals = run.progress.evals
-    summary: dict[str, Any] = {"updates": run.progress.update, "version": run.version}
-    for label in ("base", "before", "after"):
-        result = evals[label]
-        summary[f"eval/pass_rate_{label}"] = result["pass_rate"]
-        summary[f"eval/interval_{label}"] = [result["pass_rate_low"], result["pass_rate_high"]]
-        summary[f"eval/by_source_{label}"] = result["by_source"]
-    return summary | {
-        "eval/attempts": evals["after"]["attempts"],
-        "eval/evaluations": evals,
-        "ledger": run.ledger.get_state(),
-        "skipped_updates": int(run.state.skipped),
-        "seconds": run.seconds,
-        "seconds_by_phase": run.timers.totals,
-        "peak_memory_gib": runtime.peak_host_memory_gib(),
-    }
-
-
-def describe(summary: dict[str, Any]) -> str:
-    """The summary for a terminal."""
-    lines, evals = [], summary["eval/evaluations"]
-    # Without a cold start training begins at the base model: one evaluation, one line.
-    for label in ("before", "after") if evals["base"] == evals["before"] else ("base", "before", "after"):
-        low, high = summary[f"eval/interval_{label}"]
-        lines.append(
-            f"held-out pass rate {label:>7}: {summary[f'eval/pass_rate_{label}']:.3f}  [{low:.3f}, {high:.3f}]"
-        )
-    lines.append(
-        f"{summary['eval/attempts']} attempts each; {summary['updates']} updates in {summary['seconds']:.0f} s, "
-        f"{summary['peak_memory_gib']:.1f} GiB; trained policy in {summary['policy']}"
-    )
-    return "\n".join(lines)
-
-
 def refuse_unsupported(config: Config) -> None:
     """Raise ConfigError for objectives that need what this loop does not run."""
     problems = []
@@ -366,24 +353,22 @@ def refuse_unsupported(config: Config) -> None:
         problems.append("config.tasks.held_out = 0: rlx train measures before and after on these; set at least 1")
     if config.objective.advantage == "gae":
         problems.append("config.objective.advantage = 'gae': rlx train gives one advantage a sample; use 'group_mean'")
-    if config.objective.kl_coefficient:
-        coefficient = config.objective.kl_coefficient
-        problems.append(
-            f"config.objective.kl_coefficient = {coefficient}: rlx train has no reference model; set it to 0"
-        )
-    if config.objective.distill.form != "off":
-        form = config.objective.distill.form
-        problems.append(f"config.objective.distill.form = {form!r}: rlx train has no teacher; set it to 'off'")
     if problems:
         raise ConfigError(*problems)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`rlx train`: 0 when the run is complete, 75 after SIGTERM or Ctrl-C (run it again to continue), 1 on an error."""
+    """`rlx train`: 0 when the run is complete, 75 after SIGTERM or Ctrl-C (run it again to continue), 1 on an error.
+
+    Of a trainer of several processes each is started so, with the same words.
+    """
     argv = sys.argv if argv is None else argv
     config = config_or_exit(argv, flags.FlagValues(), __doc__ or "")
     try:
-        summary = train(config)
+        with joined(config) as peers:
+            if isinstance(peers, Follower):
+                return follow(config, peers)
+            summary = train(config, peers)
     except Preempted:
         print(
             "rlx train: stopped by a signal. Run the same command again to continue from what is saved.",

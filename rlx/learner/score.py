@@ -11,10 +11,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from rlx_kernels.logprob import token_stats
 
-from rlx.learner.step import Batch, MicroBatch, StepConfig, combine, slice_loss
+from rlx.learner.step import Batch, MicroBatch, StepConfig, combine, slice_loss, slice_stats
 from rlx.models.spec import Params
 from rlx.models.transformer import forward, head_matrix
 
@@ -73,6 +74,15 @@ def mean_loss(config: StepConfig, trainable: Params, frozen: Params, batch: Batc
 @partial(jax.jit, static_argnums=0)
 def _loss_of_slice(config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch) -> Array:
     return slice_loss(config, trainable, frozen, batch)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def target_logprobs(
+    config: StepConfig, trainable: Params, frozen: Params, batch: MicroBatch
+) -> Float[Array, "rows targets"]:
+    """log p of a micro-batch's targets as an update computes it, whole on every device."""
+    logprobs = slice_stats(config, trainable, frozen, batch)[0].logprob.reshape(batch.mask.shape)
+    return logprobs if config.placement is None else config.placement.cut(logprobs, PartitionSpec())
 
 
 def score_sequences(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -71,4 +73,5 @@ def state_shardings(
     moments = optax.tree.map_params(
         optimizer, lambda _, where: where, inner, trained, transform_non_params=lambda _: whole
     )
-    return LearnerState(whole, whole, whole, trained, moments)
+    counter: Any = whole
+    return LearnerState(counter, counter, counter, trained, moments)

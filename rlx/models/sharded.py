@@ -56,7 +56,8 @@ def _leaf(
 ) -> Array:
     read: dict[Region, np.ndarray] = {}  # devices may hold the same part
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # only for a sharding without devices
         region = tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
         if region not in read:
             read[region] = _region(where, tensors, shape, region, dtype)

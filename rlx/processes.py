@@ -1,0 +1,277 @@
+"""Several processes that train together, one a node: the first one leads, the others do on their devices what it does.
+
+`jax.distributed` joins their devices into one mesh. Where process 0 is and which one this is come from the environment:
+JAX_COORDINATOR_ADDRESS (host:port of process 0) and JAX_PROCESS_ID, or what SLURM, Open MPI or Kubernetes set, as
+`jax.distributed.initialize` reads them; how many there are is cluster.trainer_nodes. Beside jax's own, every process
+keeps one connection to process 0, over which it is told what to do next. When a connection ends without a word the
+process at its other end is gone, and so is the run: all others leave with a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from rlx.config.errors import ConfigError
+from rlx.config.parse import to_dict
+from rlx.config.schema import Config
+from rlx.interrupt import EXIT_PREEMPTED, Preempted
+
+LEAVE_S = 20.0  # for a process to leave by itself once another one is gone; a collective may wait for that for ever
+HEARTBEAT_S = 60  # without one a process is taken for dead whose connections did not even end
+START_S = 300  # for all processes to be there
+NOTE_BYTES = 512
+
+
+class PeerLost(RuntimeError):
+    """Another process of the trainer ended."""
+
+
+class Peers(Protocol):
+    """The other processes, as the first one sees them."""
+
+    def tell(self, what: str, *given: Any) -> None:
+        """They do `what` (`rlx.follow`) with these arguments, as the caller does now. Raises PeerLost."""
+        ...
+
+    def watch(self, stop: Callable[[], None]) -> None:
+        """`stop` is called when one of them was told to stop by a signal."""
+        ...
+
+
+class Alone:
+    """The one process of a trainer."""
+
+    def tell(self, what: str, *given: Any) -> None:
+        return None
+
+    def watch(self, stop: Callable[[], None]) -> None:
+        return None
+
+
+ALONE = Alone()
+
+
+class Leader:
+    """Process 0. connections: by process."""
+
+    def __init__(self, connections: Mapping[int, Connection]):
+        self._connections = dict(connections)
+        self._lost = ""
+        self._asked = threading.Event()
+        self._stop: Callable[[], None] | None = None
+        self._over = False
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+
+    def tell(self, what: str, *given: Any) -> None:
+        self._say(pickle.dumps((what, given)))
+
+    def _say(self, message: bytes) -> None:
+        for index, connection in self._connections.items():
+            try:
+                connection.send_bytes(message)
+            except OSError:
+                self._lose(index, "its connection ended")
+        if self._lost:
+            raise PeerLost(self._lost)
+
+    def watch(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        if self._asked.is_set():
+            stop()
+
+    def end(self, status: int, why: str) -> None:
+        """The others leave, with this exit status."""
+        self._over = True
+        with contextlib.suppress(PeerLost):  # what is gone need not be told
+            self.tell("end", status, why)
+
+    def _listen(self) -> None:
+        """What they say by themselves: that they failed, or were told to stop."""
+        open_connections = {connection: index for index, connection in self._connections.items()}
+        while open_connections:
+            for connection in wait(list(open_connections)):
+                assert isinstance(connection, Connection)
+                try:
+                    kind, text = connection.recv()
+                except (EOFError, OSError):
+                    index = open_connections.pop(connection)
+                    self._lose(index, "its connection ended")
+                    continue
+                if kind == "failed":
+                    self._lose(open_connections[connection], text)
+                else:
+                    self._asked.set()
+                    if self._stop is not None:
+                        self._stop()
+
+    def _lose(self, index: int, why: str) -> None:
+        if not self._over and not self._lost:
+            self._lost = f"process {index} of the trainer ended ({why}); start all of them again to continue"
+            _leave_soon(self._lost)
+
+
+class Follower:
+    """Any other process."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._orders: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
+        self._over = False
+        self._previous = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGTERM, signal.SIGINT)}
+        threading.Thread(target=self._listen, name="leader", daemon=True).start()
+
+    def orders(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """What process 0 says, until its end: ("end", (status, why)) is the last.
+
+        Raises:
+          PeerLost: process 0 is gone.
+        """
+        while True:
+            what, given = self._orders.get()
+            if what == "lost":
+                raise PeerLost(*given)
+            yield what, given
+            if what == "end":
+                return
+
+    def failed(self, error: BaseException) -> None:
+        """Process 0 learns of it."""
+        with contextlib.suppress(OSError):  # it may be gone itself
+            self._connection.send(("failed", f"{type(error).__name__}: {error}"[:NOTE_BYTES]))
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                order = self._connection.recv()
+            except (EOFError, OSError):
+                text = "process 0 of the trainer ended; start all of them again to continue"
+                self._orders.put(("lost", (text,)))
+                _leave_soon(text)
+                return
+            self._orders.put(order)
+            if order[0] == "end":
+                return
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        """Process 0 decides after which update all of them stop. A second Ctrl-C ends this one where it is."""
+        if signum == signal.SIGINT:
+            signal.signal(signum, self._previous[signal.SIGINT])
+        with contextlib.suppress(OSError):
+            self._connection.send(("signal", signal.Signals(signum).name))
+
+
+def _leave_soon(text: str) -> None:
+    """What waits for the lost process may never come back."""
+    print(f"rlx: {text}", file=sys.stderr, flush=True)
+    timer = threading.Timer(LEAVE_S, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+# ------------------------------------------------------------------------------------------------------------- joining
+
+
+@contextlib.contextmanager
+def joined(config: Config) -> Iterator[Alone | Leader | Follower]:
+    """This process's place among those of `config.cluster`; nothing of jax may have run before.
+
+    Raises:
+      ConfigError: the environment does not say which process this is, or another one has other settings.
+    """
+    count = config.cluster.trainer_nodes
+    if count <= 1:
+        yield ALONE
+        return
+    _initialize(config)
+    if jax.process_index():
+        yield Follower(_connect(config))
+        return
+    leader = Leader(_accept(config, count))
+    status, why = 1, "process 0 failed"
+    try:
+        yield leader
+        status, why = 0, ""
+    except Preempted:
+        status, why = EXIT_PREEMPTED, "stopped by a signal"
+        raise
+    except BaseException as error:
+        why = f"process 0 failed: {error}"
+        raise
+    finally:
+        leader.end(status, why)
+
+
+def _initialize(config: Config) -> None:
+    cluster, process = config.cluster, os.environ.get("JAX_PROCESS_ID")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    own_devices = None if "JAX_LOCAL_DEVICE_IDS" in os.environ else list(range(cluster.gpus_per_node))
+    try:
+        jax.distributed.initialize(
+            num_processes=cluster.trainer_nodes,
+            process_id=None if process is None else int(process),
+            local_device_ids=own_devices,
+            initialization_timeout=START_S,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"config.cluster.trainer_nodes = {cluster.trainer_nodes}: {error} Set JAX_COORDINATOR_ADDRESS=HOST:PORT of "
+            "process 0 and JAX_PROCESS_ID, or start the processes by SLURM, Open MPI or Kubernetes"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+    """Where the others find process 0, and what only they know."""
+
+    host: str
+    port: int
+    key: str
+
+    def to_bytes(self) -> np.ndarray:
+        return np.frombuffer(json.dumps(dataclasses.asdict(self)).encode().ljust(NOTE_BYTES), np.uint8)
+
+    @classmethod
+    def read(cls, note: np.ndarray) -> _Meeting:
+        return cls(**json.loads(np.asarray(note, np.uint8).tobytes()))
+
+
+def _accept(config: Config, count: int) -> dict[int, Connection]:
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0]
+    key = secrets.token_hex(16)
+    found: dict[int, Connection] = {}
+    with Listener(("", 0), backlog=count, authkey=key.encode()) as listener:
+        meeting = _Meeting(coordinator or socket.gethostname(), listener.address[1], key)
+        multihost_utils.broadcast_one_to_all(meeting.to_bytes())
+        while len(found) < count - 1:
+            connection = listener.accept()
+            index, settings = connection.recv()
+            if settings != to_dict(config):
+                raise ConfigError(f"process {index} of the trainer was started with other settings than process 0")
+            found[index] = connection
+    return found
+
+
+def _connect(config: Config) -> Connection:
+    meeting = _Meeting.read(multihost_utils.broadcast_one_to_all(np.zeros(NOTE_BYTES, np.uint8)))
+    connection = Client((meeting.host, meeting.port), authkey=meeting.key.encode())
+    connection.send((jax.process_index(), to_dict(config)))
+    return connection

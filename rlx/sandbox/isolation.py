@@ -13,11 +13,15 @@ from rlx.sandbox.cgroups import Hierarchies
 
 WORKSPACE = "/workspace"
 _USER = 1000  # what the program sees itself as
+_OOM_SCORE = 500  # of 1000
 _BASE_UID, _UIDS_OF_A_PROCESS = 1_000_000_000, 512
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
-# Joins the control groups named before "--", then becomes the command after it. No code of ours runs between fork and
-# exec, so that the fork is cheap however large this process is.
-_JOIN = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
+# Is the first to go when the machine runs out of memory, joins the control groups named before "--", then becomes the
+# command after it. No code of ours runs between fork and exec, so that the fork is cheap however large this process is.
+_BEGIN = (
+    f'echo {_OOM_SCORE} > /proc/self/oom_score_adj; while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; '
+    'shift; exec "$@"'
+)
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl/certs", "ssl/openssl.cnf", "fonts")
 _ETC_MORE = ("localtime", "mime.types", "chromium", "chromium.d")
 # The files of /etc that name people and machines; a sandbox gets these instead.
@@ -44,7 +48,7 @@ def user_of(slot: int) -> int:
 
 def become(user: int | None, joins: Sequence[str]) -> list[str]:
     """Join control groups, then become another user for good; None = stay."""
-    argv = ["/bin/sh", "-c", _JOIN, "sh", *joins, "--"] if joins else []
+    argv = ["/bin/sh", "-c", _BEGIN, "sh", *joins, "--"]
     if user is not None:
         argv += ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--"]
     return argv
@@ -71,13 +75,11 @@ def namespaces(
     env: Mapping[str, str],
     read_only: Sequence[str],
     etc: str,
-    seccomp: int | None,
 ) -> list[str]:
-    """bubblewrap, up to the command: nothing of this machine but its programs, read-only, and the workspace.
+    """bubblewrap, without its handles: nothing of this machine but its programs, read-only, and the workspace.
 
     Args:
       etc: a directory with the few files that /etc gets beside those of this machine's programs.
-      seccomp: an open file with the filter of system calls.
     """
     argv = [
         "bwrap",
@@ -90,18 +92,24 @@ def namespaces(
         "ALL",
     ]
     argv += ["--uid", str(_USER), "--gid", str(_USER), "--hostname", "sandbox"]
-    argv += [] if seccomp is None else ["--seccomp", str(seccomp)]
     argv += _system(read_only)
     for file in sorted(os.listdir(etc)):
         argv += ["--ro-bind", f"{etc}/{file}", f"/etc/{file}"]
-    argv += ["--proc", "/proc", "--dev", "/dev"]
+    # Not writable: where root has no CAP_SYS_RESOURCE, a program could exempt itself from ending for want of memory.
+    argv += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
     for temporary in ("/tmp", "/dev/shm"):
         argv += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", temporary]
     argv += ["--remount-ro", "/dev", "--bind", workspace, WORKSPACE, "--remount-ro", "/", "--chdir", WORKSPACE]
     argv += ["--clearenv"]
     for name, value in {**ENVIRONMENT, "HOME": WORKSPACE, "TMPDIR": "/tmp", **env}.items():
         argv += ["--setenv", name, value]
-    return [*argv, "--"]
+    return argv
+
+
+def handles(info: int, seccomp: int | None = None) -> list[str]:
+    """Open files for bubblewrap, which ends its options: where it says what it started, and the filter."""
+    filtered = [] if seccomp is None else ["--seccomp", str(seccomp)]
+    return ["--info-fd", str(info), *filtered, "--"]
 
 
 def _system(read_only: Sequence[str]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
@@ -14,6 +15,9 @@ from rlx.sandbox.running import Tree, execute
 from rlx.sandbox.storage import Root
 
 _ETC, _FILTER = "etc", "filter"  # beside the workspaces
+
+
+_Handles = list[int]  # where bubblewrap says what it has started; the filter of system calls, where there is one
 
 
 class _Shared(NamedTuple):
@@ -48,6 +52,8 @@ class LocalSandboxes:
                 "sandbox.kind = 'subprocess'."
             )
         root = await asyncio.to_thread(Root, self._config.directory, self._groups)
+        if self._kind == "bubblewrap":
+            processes.adopt_orphans(True)
         isolation.write_etc(root.path / _ETC)
         (root.path / _FILTER).write_bytes(self._filter or b"")
         self._shared = _Shared(self._kind, root, self._groups, self._filter is not None, self._config.read_only)
@@ -71,6 +77,8 @@ class LocalSandboxes:
         if self._shared is not None:
             await asyncio.to_thread(self._shared.root.close)
             self._shared = None
+            if self._kind == "bubblewrap":
+                processes.adopt_orphans(False)
 
     def describe(self) -> dict[str, str]:
         return isolation.describe(
@@ -127,21 +135,17 @@ class LocalSandbox:
             raise ValueError(f"a command is a sequence of words, such as ['python3', 'a.py'], not {command!r}")
         isolated = self._shared.kind == "bubblewrap"
         own = {**isolation.ENVIRONMENT, "HOME": self.workspace, "TMPDIR": "/tmp", **(env or {})}
-        filter_fd = os.open(self._shared.root.path / _FILTER, os.O_RDONLY) if self._shared.filtered else None
-        try:
+        with self._handles() as handles:
             return await execute(
-                [*self._launcher(env or {}, filter_fd), *command],
+                [*self._launcher(env or {}, handles), *command],
                 stdin=stdin,
                 env=isolation.ENVIRONMENT if isolated else own,  # bubblewrap sets the program's
                 cwd="/" if isolated else self.workspace,
                 wall_s=min(self.limits.wall_s, self.limits.wall_s if timeout_s is None else timeout_s),
                 limits=self.limits,
-                tree=self._tree(),
-                pass_fds=() if filter_fd is None else (filter_fd,),
+                tree=self._tree(handles),
+                pass_fds=tuple(handles),
             )
-        finally:
-            if filter_fd is not None:
-                os.close(filter_fd)
 
     async def write(self, path: str, data: bytes) -> None:
         self._check_open()
@@ -185,21 +189,40 @@ class LocalSandbox:
             self.group.remove()
         self._shared.root.remove(self.workspace)
 
-    def _launcher(self, env: Mapping[str, str], filter_fd: int | None) -> list[str]:
+    @contextlib.contextmanager
+    def _handles(self) -> Iterator[_Handles]:
+        """Open while a command runs; none for one that is not isolated."""
+        opened = []
+        if self._shared.kind == "bubblewrap":
+            opened.append(os.memfd_create("info", os.MFD_CLOEXEC))
+            if self._shared.filtered:
+                opened.append(os.open(self._shared.root.path / _FILTER, os.O_RDONLY | os.O_CLOEXEC))
+        try:
+            yield opened
+        finally:
+            for file in opened:
+                os.close(file)
+
+    def _launcher(self, env: Mapping[str, str], handles: _Handles) -> list[str]:
         isolated = self._shared.kind == "bubblewrap"
         argv = isolation.become(self.user, self.group.joins if self.group else ())
         if isolated:
             etc = str(self._shared.root.path / _ETC)
-            read_only = self._shared.read_only
-            argv += isolation.namespaces(self.workspace, self.limits, env, read_only, etc, filter_fd)
+            argv += isolation.namespaces(self.workspace, self.limits, env, self._shared.read_only, etc)
+            argv += isolation.handles(*handles)
         return argv + isolation.limited(self.limits, grouped=self.group is not None, of_user=isolated)
 
-    def _tree(self) -> Tree:
+    def _tree(self, handles: _Handles) -> Tree:
         group, limits, in_memory = self.group, self.limits, self._shared.root.in_memory
         before = group.cpu_seconds() if group else None
 
-        def kill(process: int) -> None:
-            processes.kill(process)
+        def first() -> int | None:
+            return processes.first_process(handles[0]) if handles else None
+
+        def kill(leader: int) -> None:
+            if (process := first()) is not None:
+                processes.kill(process)  # the kernel ends its namespace with it, whatever is in there
+            processes.kill_group(leader)
             if group:
                 group.kill()
 
@@ -212,4 +235,8 @@ class LocalSandbox:
         def ended() -> Limit | None:
             return Limit.MEMORY if group and group.out_of_memory() else None
 
-        return Tree(kill, over, ended, lambda: not (group and group.processes()))
+        def settled() -> bool:
+            process = first()
+            return (process is None or processes.bury(process)) and not (group and group.processes())
+
+        return Tree(kill, over, ended, settled)

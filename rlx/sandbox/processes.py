@@ -1,28 +1,46 @@
-"""Ending what a command started, where no control group knows it."""
+"""Ending and burying what a command started."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
 import signal
-from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def kill(leader: int) -> None:
-    """SIGKILL to a process, its children and its process group.
+def adopt_orphans(yes: bool) -> None:
+    """Whether this process becomes the parent of processes whose parents end, where that is the system's first now.
 
-    The one child of bubblewrap is the first process of its PID namespace, with which the kernel ends all others in
-    it, whatever they did to get away.
+    bubblewrap ends without waiting for the first process of its PID namespace. That one stays a zombie, which counts
+    against its control group's processes, until its new parent waits for it: the first process of a container may
+    never do so, and this one does (`bury`).
     """
-    for process in children(leader):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+def first_process(info: int) -> int | None:
+    """The first process of a namespace, as bubblewrap has written it to a file without a name; None: not yet."""
+    said = os.pread(info, 4096, 0)
+    return int(json.loads(said)["child-pid"]) if said.rstrip().endswith(b"}") else None
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to a process and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
-def children(process: int) -> list[int]:
-    """Empty where there is no such process."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    return []
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process, signal.SIGKILL)
+
+
+def bury(process: int) -> bool:
+    """Whether a process that was killed is gone, with its namespace where it was the first process of one."""
+    try:
+        return os.waitpid(process, os.WNOHANG)[0] == process
+    except ChildProcessError:
+        return True  # its first parent has waited for it

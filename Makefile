@@ -159,9 +159,10 @@ screenshots: $(STAMP)  ## docs/figures/{tensorboard,samples}.png of RUN=runs/qui
 	$(BIN)/python -m docs.screenshots $(RUN) docs/figures
 
 .PHONY: system-deps
-system-deps:  ## what must come from the system: git, make, Chromium for the tests of pages, and Python
-	@missing=; for tool in git make chromium; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
-	if [ -z "$$missing" ]; then echo 'nothing to install: git, make and chromium are here'; \
+system-deps:  ## what must come from the system: git, make, bubblewrap and python3 for sandboxes, Chromium for pages, Python
+	@missing=; for tool in git make chromium bwrap:bubblewrap prlimit:util-linux /usr/bin/python3:python3; do \
+	  command -v $${tool%%:*} >/dev/null || missing="$$missing $${tool##*:}"; done; \
+	if [ -z "$$missing" ]; then echo 'nothing to install: git, make, chromium, bubblewrap and python3 are here'; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update --quiet --quiet && DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --quiet --no-install-recommends $$missing fonts-dejavu-core; \
 	else echo "to install them: sudo apt-get install$$missing" >&2; exit 1; fi

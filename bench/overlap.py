@@ -29,7 +29,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlx.envs.chat import ChatTokenizer
 from rlx.envs.graders import GraderPool
 from rlx.envs.grading import Grade, Outcome
 from rlx.metrics.ledger import Ledger
@@ -40,7 +39,7 @@ from rlx.rollout.engine import Completion, Request
 from rlx.rollout.fates import Rules
 from rlx.rollout.fleet import Fleet, FleetOptions
 from rlx.rollout.producer import Producer, ProducerOptions
-from rlx.rollout.session import TaskEnvironment
+from rlx.rollout.session import TaskEnvironment, questions
 from rlx.sync.publisher import Publisher
 from rlx.types import StopReason, Task, VersionSpan
 
@@ -100,7 +99,7 @@ async def one_after_the_other(seconds: float) -> float:
     began = time.perf_counter()
     for version in range(UPDATES):
         asked = list(itertools.islice(source, GROUPS))
-        await collect(engine, graders, cast(ChatTokenizer, Numbers()), asked, SAMPLING)
+        await collect(engine, questions(graders, Numbers()), asked, SAMPLING)
         await asyncio.to_thread(time.sleep, seconds)  # the trainer, on a device of its own
         await engine.load(None, version + 1)
     return time.perf_counter() - began

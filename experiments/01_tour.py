@@ -50,6 +50,7 @@ from rlx.models.spec import count_parameters
 from rlx.models.transformer import forward, head_matrix
 from rlx.parallel.runtime import use_compilation_cache
 from rlx.rollout.collect import collect
+from rlx.rollout.session import questions
 
 # %% [markdown]
 # ## The model
@@ -158,7 +159,7 @@ def in_thread(work):
 def attempt():
     """Four groups of eight."""
     with GraderPool(config.grader, ["reasoning_gym"]) as graders:
-        return in_thread(collect(engine, graders, model.tokenizer, asked, assemble.sampling(config)))
+        return in_thread(collect(engine, questions(graders, model.tokenizer), asked, assemble.sampling(config)))
 
 
 groups = attempt()

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from rlx import assemble, cli
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
+from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.export import newest
@@ -47,7 +48,7 @@ class Attempts:
     config: Config
     model: assemble.Model
     engine: LocalEngine
-    graders: GraderPool
+    environments: Environments
     tasks: Sequence[Task]
     round: int = 0
     limited: np.ndarray = dataclasses.field(init=False)  # attempts of each task that a limit ended
@@ -71,7 +72,7 @@ class Attempts:
         number = self.round * len(self.tasks) + task
         sampling = dataclasses.replace(assemble.sampling(self.config), group_size=count, seed=self._seed)
         asked = [(number, self.tasks[task])]
-        (group,) = await collect(self.engine, self.graders, self.model.tokenizer, asked, sampling)
+        (group,) = await collect(self.engine, self.environments, asked, sampling)
         return graded(group)
 
     @property
@@ -86,12 +87,13 @@ async def measure(attempts: Attempts, options: EdgeOptions) -> Tally:
       RuntimeError: where the first round gave no verdict.
     """
     tally = nothing_known(len(attempts.tasks))
-    with tqdm(desc="attempts", unit="", file=sys.stderr) as bar:
-        while (asked := next_attempts(tally, options)).any():
-            passes, counted = await attempts.ask(asked)
-            tally = tally.plus(asked, passes, counted)
-            bar.update(int(counted.sum()))
-            bar.set_postfix_str(f"expected error {classify(tally, options).expected_error:.3f}")
+    async with attempts.environments:
+        with tqdm(desc="attempts", unit="", file=sys.stderr) as bar:
+            while (asked := next_attempts(tally, options)).any():
+                passes, counted = await attempts.ask(asked)
+                tally = tally.plus(asked, passes, counted)
+                bar.update(int(counted.sum()))
+                bar.set_postfix_str(f"expected error {classify(tally, options).expected_error:.3f}")
     return tally
 
 
@@ -109,7 +111,7 @@ def find(config: Config, options: EdgeOptions, splitting: SplitOptions, *, check
     policy = assemble.policy_params(config, model, state.trainable)
     engine = assemble.make_engine(config, model, policy, version)
     with GraderPool(config.grader, sorted({t.grader for t in tasks})) as graders:
-        attempts = Attempts(config, model, engine, graders, tasks)
+        attempts = Attempts(config, model, engine, Environments(config, model.tokenizer, graders), tasks)
         tally = asyncio.run(measure(attempts, options))
     verdicts = classify(tally, options)
     named = [(task.id, task.source) for task in tasks]

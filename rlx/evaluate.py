@@ -19,6 +19,7 @@ from rlx import assemble, cli, watch
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
+from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.evaluation import EvalResult, evaluate
@@ -48,8 +49,14 @@ def evaluate_run(config: Config) -> tuple[int | None, EvalResult]:
     policy = assemble.policy_params(config, model, state.trainable)
     engine = assemble.make_engine(config, model, policy, version or 0)
     with GraderPool(config.grader, sorted({t.grader for t in held_out})) as graders:
-        job = evaluate(engine, graders, model.tokenizer, held_out, config.eval, assemble.eval_sampling(config))
-        return version, asyncio.run(job)[0]
+        environments = Environments(config, model.tokenizer, graders)
+
+        async def job() -> EvalResult:
+            async with environments:
+                sampling = assemble.eval_sampling(config)
+                return (await evaluate(engine, environments, held_out, config.eval, sampling))[0]
+
+        return version, asyncio.run(job())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlx.config.schema import EvalConfig
-from rlx.envs.chat import ChatTokenizer
-from rlx.envs.graders import GraderPool
 from rlx.metrics.rollout import PASS
 from rlx.metrics.statistics import pass_at_k, wilson_interval
-from rlx.rollout.collect import Sampling, collect
+from rlx.rollout.collect import Environments, Sampling, collect
 from rlx.rollout.engine import Engine
 from rlx.rollout.fates import graded
 from rlx.types import Group, StopReason, Task
@@ -59,14 +57,13 @@ class EvalResult:
 
 async def evaluate(
     engine: Engine,
-    graders: GraderPool,
-    tokenizer: ChatTokenizer,
+    environments: Environments,
     tasks: Sequence[Task],
     config: EvalConfig,
     sampling: Sampling,
 ) -> tuple[EvalResult, list[Group]]:
     """Attempt every task `sampling.group_size` times. The same seed asks for the same samples at every evaluation."""
-    groups = await collect(engine, graders, tokenizer, list(enumerate(tasks)), sampling)
+    groups = await collect(engine, environments, list(enumerate(tasks)), sampling)
     return summarise(groups, config), groups
 
 

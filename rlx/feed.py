@@ -19,18 +19,15 @@ from typing import Any, Protocol
 from rlx import assemble
 from rlx.config.schema import Config
 from rlx.data.pipeline import TaskStream
-from rlx.envs.chat import ChatTokenizer
-from rlx.envs.graders import GraderPool
 from rlx.interrupt import Preemption
 from rlx.metrics.jsonl import JsonlWriter, read_json
 from rlx.metrics.ledger import Ledger
 from rlx.rollout import journal, resume, timing
 from rlx.rollout.buffer import Batch, Buffer
-from rlx.rollout.collect import collect
+from rlx.rollout.collect import Environments, collect
 from rlx.rollout.options import producer_options, rules
 from rlx.rollout.producer import Producer
 from rlx.rollout.report import take_scalars
-from rlx.rollout.session import TaskEnvironment
 from rlx.serving import Serving
 from rlx.types import Count, Task
 
@@ -42,9 +39,8 @@ class Parts:
     """What both kinds of feed are made of."""
 
     config: Config
-    tokenizer: ChatTokenizer
+    environments: Environments
     serving: Serving
-    graders: GraderPool
     stream: TaskStream
     ledger: Ledger
     preemption: Preemption
@@ -108,7 +104,7 @@ class Synchronous:
         instances = parts.stream.next_tasks(parts.config.rollout.tasks_per_update)
         asked = [(instance.group, instance.task) for instance in instances]
         sampling = assemble.sampling(parts.config)
-        groups = await collect(parts.serving.engine, parts.graders, parts.tokenizer, asked, sampling)
+        groups = await collect(parts.serving.engine, parts.environments, asked, sampling)
         samples = [s for g in groups for s in g.samples]
         parts.ledger.generated(sum(s.num_written for s in samples), len(samples), len(groups))
         for group in groups:
@@ -159,7 +155,7 @@ class Overlapped:
         self.journal = journal.Journal(directory / JOURNAL)
         self.producer = Producer(
             self.fleet,
-            timing.timed_environments(self._environment, self.trace),
+            timing.timed_environments(parts.environments, self.trace),
             self._next_task,
             self.buffer,
             parts.ledger,
@@ -240,9 +236,6 @@ class Overlapped:
 
     def trace(self, record: Mapping[str, Any]) -> None:
         self.timing.append({"update": self.fleet.version, **record})
-
-    def _environment(self, task: Task) -> TaskEnvironment:
-        return TaskEnvironment(task, self.parts.graders, self.parts.tokenizer)
 
     def _next_task(self) -> tuple[int, Task]:
         (instance,) = self.parts.stream.next_tasks(1)

@@ -28,6 +28,7 @@ from rlx import assemble
 from rlx.checkpoint import CheckpointError, Checkpoints, Restored
 from rlx.config.parse import parse
 from rlx.config.schema import Config
+from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.evaluation import EvalResult, evaluate
@@ -69,7 +70,7 @@ class Watcher:
     model: assemble.Model
     held_out: list[Task]
     engine: LocalEngine
-    graders: GraderPool
+    environments: Environments
     records: JsonlWriter
     board: TensorBoard
     tested: dict[int, dict[str, Any]]  # version -> its record
@@ -90,7 +91,7 @@ class Watcher:
         sampling = dataclasses.replace(assemble.eval_sampling(self.config), group_size=self.attempts)
         config = dataclasses.replace(self.config.eval, k=tuple(k for k in self.config.eval.k if k <= self.attempts))
         start = time.monotonic()
-        result, _ = await evaluate(self.engine, self.graders, self.model.tokenizer, self.held_out, config, sampling)
+        result, _ = await evaluate(self.engine, self.environments, self.held_out, config, sampling)
         scalars = result.scalars()
         check_names(scalars)
         record = {"update": update, "version": version, "label": label, "seconds": time.monotonic() - start, **scalars}
@@ -199,8 +200,14 @@ def watch(run: Path, options: WatchOptions) -> list[dict[str, Any]]:
             GraderPool(config.grader, sorted({t.grader for t in held_out})) as graders,
             TensorBoard(directory / "events", after, dataclasses.asdict(config)) as board,
         ):
-            watcher = Watcher(run, config, options, model, held_out, engine, graders, records, board, tested)
-            return asyncio.run(follow(watcher))
+            environments = Environments(config, model.tokenizer, graders)
+            watcher = Watcher(run, config, options, model, held_out, engine, environments, records, board, tested)
+
+            async def job() -> list[dict[str, Any]]:
+                async with environments:
+                    return await follow(watcher)
+
+            return asyncio.run(job())
 
 
 def read_config(run: Path, options: WatchOptions) -> Config:

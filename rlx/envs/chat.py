@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,20 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rlx.config.chat import ChatConfig
+from rlx.envs.thinking import EMPTY_THOUGHT, thinking_variables
+
 _PROBE = "rlx probe"  # a response whose end is looked for in a rendered conversation
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+# Every turn as it was said, with an empty thought at the head of a response where thinking is off.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and enable_thinking is defined and not enable_thinking %}"
+    + EMPTY_THOUGHT
+    + "{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}" + EMPTY_THOUGHT + "{% endif %}{% endif %}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +47,7 @@ class ChatTokenizer:
     end_of_turn_id: int  # what the template writes after an assistant's turn
     system_prompt: str
     suffix: str
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the template: how much to think
 
     @property
     def vocab_size(self) -> int:
@@ -40,11 +56,15 @@ class ChatTokenizer:
 
     def encode_prompt(self, question: str) -> Int32[np.ndarray, "prompt"]:
         """Token ids up to where the response begins."""
-        return self._encode(self.render_prompt(question))
+        return self.encode(self.render_prompt(question))
 
     def render_prompt(self, question: str) -> str:
         """The prompt as text, special tokens written out."""
-        return _render(self.tokenizer, self._messages(question), add_generation_prompt=True)
+        return self.render(self.messages(question))
+
+    def render(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """A conversation up to where the next response begins, as text."""
+        return _render(self.tokenizer, messages, add_generation_prompt=True, tools=tools, **self.variables)
 
     def encode_example(
         self, question: str, response: str
@@ -53,7 +73,7 @@ class ChatTokenizer:
 
         The response is encoded by itself after the prompt's ids, as it is when a policy generates it.
         """
-        prompt, written = self.encode_prompt(question), self._encode(response)
+        prompt, written = self.encode_prompt(question), self.encode(response)
         ids = np.concatenate([prompt, written, np.array([self.end_of_turn_id], np.int32)])
         return ids, np.arange(ids.size) >= prompt.size
 
@@ -65,25 +85,61 @@ class ChatTokenizer:
         assert isinstance(text, str)  # one sequence, one text
         return text
 
-    def _messages(self, question: str) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+    def messages(self, question: str, more: str = "") -> list[dict[str, str]]:
+        """The system message, with `more` behind it, and the question."""
+        said = "\n\n".join(text for text in (self.system_prompt, more) if text)
+        system = [{"role": "system", "content": said}] if said else []
         return [*system, {"role": "user", "content": question + self.suffix}]
 
-    def _encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+        """Ids of a text in which special tokens are written out."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
+    def written_out(self, ids: Int32[np.ndarray, "tokens"]) -> str:
+        """Text with special tokens as their names."""
+        text = self.tokenizer.decode(
+            np.asarray(ids).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
 
-def load_chat_tokenizer(path: str, system_prompt: str, suffix: str) -> ChatTokenizer:
-    """The tokenizer in a Hugging Face directory; nothing is downloaded.
+    def name_of(self, token: int) -> str:
+        """A token as text."""
+        return self.written_out(np.array([token], np.int32))
+
+    def knows(self, variable: str) -> bool:
+        """Whether the template reads a variable."""
+        return mentions(self.tokenizer.get_chat_template(), variable)
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Names of the tokens that are no text, such as <|im_end|>."""
+        return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+
+    @property
+    def thinks(self) -> bool:
+        """Whether a response may begin with thoughts."""
+        return "<think>" in self.tokenizer.get_vocab() and EMPTY_THOUGHT not in self.render_prompt(_PROBE)
+
+    @property
+    def opens_thinking(self) -> str:
+        """What a response that thinks begins with: "" where the template has written it already."""
+        return "" if self.render_prompt(_PROBE).endswith("<think>\n") else "<think>\n"
+
+
+def load_chat_tokenizer(path: str, system_prompt: str, suffix: str, chat: ChatConfig | None = None) -> ChatTokenizer:
+    """The tokenizer in a Hugging Face directory; nothing is downloaded. chat: None asks the template for nothing.
 
     Raises:
-        ValueError: there is no tokenizer or no chat template, the template refuses the system prompt, or no token
-            ends a response.
+        ValueError: there is no tokenizer or no chat template, the template refuses the system prompt or cannot do
+            what `chat` asks for, or no token ends a response.
     """
     directory = pathlib.Path(path)
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise ValueError(f"there is no tokenizer in {path!r}: a Hugging Face directory with tokenizer.json is needed")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if chat is not None and chat.template == "chatml":
+        _use_chatml(tokenizer, path)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer in {path!r} has no chat template, as base models often have none: take the instruct "
@@ -92,11 +148,48 @@ def load_chat_tokenizer(path: str, system_prompt: str, suffix: str) -> ChatToken
     _check_renders(tokenizer, path, system_prompt)
     end_of_turn = _end_of_turn_id(tokenizer, path)
     stop = {end_of_turn, *_configured_stop_ids(directory)} | ({tokenizer.eos_token_id} - {None})
-    return ChatTokenizer(tokenizer, tuple(sorted(stop)), end_of_turn, system_prompt, suffix)
+    variables = {} if chat is None else _thinking(tokenizer, path, chat)
+    return ChatTokenizer(tokenizer, tuple(sorted(stop)), end_of_turn, system_prompt, suffix, variables)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+def mentions(template: str, variable: str) -> bool:
+    return re.search(rf"\b{variable}\b", template) is not None
+
+
+def _use_chatml(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    missing = [name for name in CHATML_TOKENS if name not in tokenizer.get_vocab()]
+    if missing:
+        raise ValueError(
+            f"chat.template = 'chatml' writes {missing[0]}, which the tokenizer in {path!r} does not have as one "
+            "token; set it to 'checkpoint'"
+        )
+    tokenizer.chat_template = CHATML
+
+
+def _thinking(tokenizer: PreTrainedTokenizerBase, path: str, chat: ChatConfig) -> Mapping[str, Any]:
+    prompt = _render(tokenizer, [{"role": "user", "content": "question"}], add_generation_prompt=True)
+    template, has_token = tokenizer.get_chat_template(), "<think>" in tokenizer.get_vocab()
+    try:
+        return thinking_variables(chat.thinking, template, prompt, has_token=has_token)
+    except ValueError as error:
+        raise ValueError(f"chat.thinking = {chat.thinking!r}: the chat template for {path!r} {error}") from error
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tools=None if tools is None else [dict(tool) for tool in tools],
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    )
     assert isinstance(text, str)
     return text
 

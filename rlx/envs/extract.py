@@ -61,14 +61,22 @@ def _plain(text: str) -> str:
 
 def _last_number(text: str) -> str:
     found = list(_NUMBER.finditer(text))
-    if not found:
-        return ""
-    last = found[-1]
-    signs = last["sign"] + last["inner_sign"]
+    return _written(text, found[-1]) if found else ""
+
+
+def _written(text: str, match: re.Match[str]) -> str:
+    signs = match["sign"] + match["inner_sign"]
     # "5 -3": a dash behind an operand is a subtraction, not the number's sign.
-    subtraction = last["sign"] and _OPERAND.search(text[max(0, last.start() - 8) : last.start()])
+    subtraction = match["sign"] and _OPERAND.search(text[max(0, match.start() - 8) : match.start()])
     negative = signs.count("-") == 1 and not subtraction
-    return ("-" if negative else "") + last["value"].replace(",", "") + (last["rest"] or "")
+    return ("-" if negative else "") + match["value"].replace(",", "") + (match["rest"] or "")
+
+
+def numbers(text: str) -> list[Fraction]:
+    """The values of all numbers in a text, in their order."""
+    text = _plain(text)
+    values = (as_number(_written(text, match)) for match in _NUMBER.finditer(text))
+    return [value for value in values if value is not None]
 
 
 def last_boxed(text: str) -> str:

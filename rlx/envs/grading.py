@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from rlx.envs.extract import Extract, as_number, extract, normalise_text
+from rlx.envs.extract import Extract, as_number, extract, normalise_text, numbers
 from rlx.types import Task
 
-GRADERS = ("exact", "math_verify", "number", "reasoning_gym")
+GRADERS = ("exact", "math_verify", "number", "numbers", "reasoning_gym")
 
 
 class Outcome(enum.StrEnum):
@@ -46,7 +46,8 @@ ScoreFunction = Callable[[Task, str, Extract], Score]
 def grade(task: Task, text: str, *, mode: Extract, score: ScoreFunction) -> Grade:
     """Extract the answer from a response and score it. Whatever the grader raises becomes an ERROR."""
     start = time.perf_counter()
-    extracted = extract(text, mode)
+    # Of several numbers the last one is not the answer.
+    extracted = extract(text, "all" if (task.grader, mode) == ("numbers", "last_number") else mode)
     try:
         reward, detail = score(task, extracted, mode) if extracted else Score(0.0, f"no answer ({mode})")
         if not math.isfinite(reward):
@@ -58,10 +59,11 @@ def grade(task: Task, text: str, *, mode: Extract, score: ScoreFunction) -> Grad
 
 
 def score_answer(task: Task, answer: str, mode: Extract) -> Score:
-    """Reward 0 or 1 of an extracted answer under `task.grader`.
+    """Reward 0 or 1 of an extracted answer under `task.grader`; with partial credit what lies between, too.
 
     exact: the gold answer, whatever the case, spacing and closing punctuation. number: the last number of the answer
-    has the gold answer's value. math_verify: equal as mathematics. reasoning_gym: the dataset's own score is 1.
+    has the gold answer's value. numbers: the last ones are those of the gold answer in its order; in part: the share
+    that is. math_verify: equal as mathematics. reasoning_gym: the dataset's own score is 1; in part: that score.
 
     Raises:
         ValueError: the task itself cannot be graded: an unknown grader, no gold answer or an unreadable one.
@@ -75,6 +77,8 @@ def score_answer(task: Task, answer: str, mode: Extract) -> Score:
             right = _bare(answer) == _bare(task.answer)
         case "number":
             right = _same_number(task.answer, answer)
+        case "numbers":
+            return Score(_credit(task, _share_of_numbers(task.answer, answer)), f"expected {task.answer}")
         case "math_verify":
             right = _same_mathematics(task.answer, answer, whole=mode == "all")
         case _:
@@ -99,6 +103,19 @@ def _same_number(gold: str, answer: str) -> bool:
     if expected is None:
         raise ValueError(f"the gold answer {gold!r} is not a number")
     return as_number(extract(answer, "last_number")) == expected
+
+
+def _share_of_numbers(gold: str, answer: str) -> float:
+    expected, found = numbers(gold), numbers(answer)
+    if not expected:
+        raise ValueError(f"the gold answer {gold!r} has no number")
+    last = found[-len(expected) :]
+    return sum(a == b for a, b in zip(expected, last)) / len(expected) if len(last) == len(expected) else 0.0
+
+
+def _credit(task: Task, score: float) -> float:
+    """A score in [0, 1] as the task's reward."""
+    return score if task.metadata.get("partial_credit") else float(score >= 1.0)
 
 
 def _same_mathematics(gold: str, answer: str, *, whole: bool) -> bool:
@@ -137,4 +154,4 @@ def _reasoning_gym(task: Task, answer: str) -> Score:
         # where that raises as well, this is a defect of the grader.
         score_answer(entry["answer"], entry)
         return Score(0.0, f"malformed ({type(error).__name__}: {error})")
-    return Score(float(score >= 1.0), f"score {score:.3g}, expected {entry['answer']}")
+    return Score(_credit(task, score), f"score {score:.3g}, expected {entry['answer']}")

@@ -1,4 +1,5 @@
-"""Tasks from where they come: a reasoning-gym dataset, or a JSONL file of {"question", "answer", "grader"?}."""
+"""Tasks from where they come: a reasoning-gym dataset, one of our own (`rlx.envs.tool_tasks`), or a JSONL file of
+{"question", "answer", "grader"?}."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Any
 from rlx.config.schema import TaskSourceConfig
 from rlx.envs.extract import as_number
 from rlx.envs.grading import GRADERS
+from rlx.envs.tool_tasks import KINDS, make_tasks
 from rlx.types import Task
 
 # Found by scoring nonsense with all datasets of reasoning-gym 0.1.25.
@@ -41,7 +43,9 @@ def check_source(name: str, source: TaskSourceConfig) -> None:
         raise ValueError(f"{key}.weight = {source.weight}: it must be above 0; remove the source to leave it out")
     if source.grader and source.grader not in GRADERS:
         raise ValueError(f"{key}.grader = {source.grader!r} is not a grader; {nearest(source.grader, GRADERS)}")
-    if source.dataset:
+    if source.dataset in KINDS:
+        _check_own(key, source)
+    elif source.dataset:
         _check_dataset(key, source)
     else:
         _check_file(key, source)
@@ -56,7 +60,13 @@ def read_source(name: str, source: TaskSourceConfig, seed: int) -> list[Task]:
     Raises:
         ValueError: the dataset refuses its options or fails; a line of the file is malformed (its number is named).
     """
-    return _read_dataset(name, source, seed) if source.dataset else _read_file(name, source)
+    if source.dataset in KINDS:
+        tasks = make_tasks(name, source.dataset, source.options, source.size, seed)
+    else:
+        tasks = _read_dataset(name, source, seed) if source.dataset else _read_file(name, source)
+    if not source.partial_credit:
+        return tasks
+    return [dataclasses.replace(t, metadata={**t.metadata, "partial_credit": True}) for t in tasks]
 
 
 def nearest(value: str, valid: Iterable[str]) -> str:
@@ -68,6 +78,24 @@ def nearest(value: str, valid: Iterable[str]) -> str:
     return "there are " + ", ".join(names)
 
 
+def _check_own(key: str, source: TaskSourceConfig) -> None:
+    make, grader = KINDS[source.dataset]
+    fields = {f.name: type(f.default) for f in dataclasses.fields(make)}
+    for option, value in source.options.items():
+        if option not in fields:
+            raise ValueError(f"{key}.options.{option} is not an option of {source.dataset}; {nearest(option, fields)}")
+        if type(value) is not fields[option]:
+            raise ValueError(f"{key}.options.{option} = {value!r}: must be {fields[option].__name__}")
+    try:
+        make(**source.options)
+    except ValueError as error:
+        raise ValueError(f"{key}.options: {error}") from error
+    if source.grader not in ("", grader):
+        raise ValueError(f"{key}.grader = {source.grader!r}: {source.dataset} is graded by {grader!r}; set ''")
+    if source.dataset == "table" and source.environment != "python_tool":
+        raise ValueError(f"{key}.environment = {source.environment!r}: a table is in a file; set 'python_tool'")
+
+
 # ---------------------------------------------------------------- reasoning-gym
 
 
@@ -77,7 +105,8 @@ def _check_dataset(key: str, source: TaskSourceConfig) -> None:
 
     dataset = source.dataset
     if dataset not in DATASETS:
-        raise ValueError(f"{key}.dataset = {dataset!r} is not a reasoning-gym dataset; {nearest(dataset, DATASETS)}")
+        known = nearest(dataset, [*DATASETS, *KINDS])
+        raise ValueError(f"{key}.dataset = {dataset!r} is no dataset of reasoning-gym's or our own; {known}")
     if dataset in _REFUSED:
         raise ValueError(f"{key}.dataset = {dataset!r} is refused: {_REFUSED[dataset]}")
     if dataset in _HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "").isdigit():

@@ -1,23 +1,28 @@
 """Tasks in, graded groups out: every sample of every task is asked of the engine and judged.
 
 The synchronous form: all requests of a collection are sent at once and in a fixed order, and it returns when the last
-is graded. Each request's seed is a function of the run's seed, the group and the sample, so the same run asks for the
-same samples whatever was interrupted in between.
+is graded. Sessions of several turns go on in rounds: the next responses are asked for, again in a fixed order, when no
+session waits for its environment any more. Each request's seed is a function of the run's seed, the group, the sample
+and the turn, so the same run asks for the same samples whatever was interrupted in between, however long tools take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlx.envs.grading import Grade
+from rlx.envs.grading import Grade, Outcome
 from rlx.rollout.engine import Completion, Engine, EngineError, Request, check_completion, raise_if_cancelled
-from rlx.rollout.session import Graders, Tokenizer
+from rlx.rollout.rounds import Rounds
+from rlx.rollout.session import Environment, EnvironmentFailed, Guarded
 from rlx.rollout.transcript import Transcript, Verdict
-from rlx.types import Group, Sample, Task
+from rlx.types import Group, Sample, StopReason, Task
+
+Environments = Callable[[Task], Environment]  # a fresh one for each session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Sampling:
     temperature: float
     zero_reward_truncated: bool
     seed: int
+    session_token_limit: int = 0  # tokens from which a session is given no further turn, 0 = none
+    environment_timeout_s: float = 600.0  # of one call
 
 
 def sample_seeds(seed: int, group: int, count: int) -> tuple[int, ...]:
@@ -34,18 +41,25 @@ def sample_seeds(seed: int, group: int, count: int) -> tuple[int, ...]:
     return tuple(int(s) for s in np.random.SeedSequence([seed, group]).generate_state(count, np.uint32))
 
 
+def turn_seed(seed: int, group: int, index: int, turn: int, written: int) -> int:
+    """The uint32 seed of a later request of a sample: of turn `turn`, of which `written` tokens are there."""
+    place = (index, turn, written)
+    return int(np.random.SeedSequence([seed, group], spawn_key=place).generate_state(1)[0])
+
+
 async def collect(
-    engine: Engine,
-    graders: Graders,
-    tokenizer: Tokenizer,
-    tasks: Sequence[tuple[int, Task]],
-    sampling: Sampling,
+    engine: Engine, environments: Environments, tasks: Sequence[tuple[int, Task]], sampling: Sampling
 ) -> list[Group]:
-    """One group for each (group number, task). Raises EngineError where the engine cannot serve."""
+    """One group for each (group number, task). A sample whose environment failed has Outcome.ERROR.
+
+    Raises:
+      EngineError: the engine cannot serve. EnvironmentFailed: an environment does not begin.
+    """
+    rounds = Rounds(len(tasks) * sampling.group_size)
     try:
         async with asyncio.TaskGroup() as running:
             jobs = [
-                running.create_task(_group(engine, graders, tokenizer, task, number, sampling))
+                running.create_task(_Collected(engine, environments, task, number, sampling, rounds).group())
                 for number, task in tasks
             ]
     except ExceptionGroup as failures:
@@ -53,57 +67,93 @@ async def collect(
     return [job.result() for job in jobs]
 
 
-async def _group(
-    engine: Engine, graders: Graders, tokenizer: Tokenizer, task: Task, group: int, sampling: Sampling
-) -> Group:
-    prompt = tokenizer.encode_prompt(task.question)
-    request = Request(
-        id=f"{group}:{task.id}",
-        prompt=prompt,
-        seeds=sample_seeds(sampling.seed, group, sampling.group_size),
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-    )
-    try:
-        completions = await engine.generate(request)
-    except EngineError as error:
-        raise_if_cancelled(error)  # a resumed run asks for the same samples again
-        raise
-    if len(completions) != sampling.group_size:
-        raise EngineError(
-            f"request {request.id}: {len(completions)} samples came, {sampling.group_size} were asked for"
+class _Collected:
+    """One group on its way."""
+
+    def __init__(
+        self, engine: Engine, environments: Environments, task: Task, number: int, sampling: Sampling, rounds: Rounds
+    ):
+        self.engine, self.task, self.number, self.sampling, self.rounds = engine, task, number, sampling, rounds
+        made = [environments(task) for _ in range(sampling.group_size)]
+        self.environments = [Guarded(environment, sampling.environment_timeout_s) for environment in made]
+
+    async def group(self) -> Group:
+        try:
+            prompts = await asyncio.gather(*(e.reset() for e in self.environments))
+            answers = await self._first(prompts)
+            transcripts = []
+            for prompt, answer in zip(prompts, answers, strict=True):
+                transcripts.append(Transcript())
+                transcripts[-1].observe(prompt)
+                transcripts[-1].write(answer)
+            samples = await asyncio.gather(*(self._sample(i, t) for i, t in enumerate(transcripts)))
+            return Group(self.task, tuple(samples))
+        finally:
+            await asyncio.gather(*(e.close() for e in self.environments), return_exceptions=True)
+
+    async def _first(self, prompts: Sequence[np.ndarray]) -> list[Completion]:
+        """The first responses; where all samples have one prompt, by one request, which computes it once."""
+        seeds = sample_seeds(self.sampling.seed, self.number, self.sampling.group_size)
+        await self.rounds.turn((self.number, 0), places=self.sampling.group_size)
+        if all(np.array_equal(prompt, prompts[0]) for prompt in prompts):
+            return await self._ask(f"{self.number}:{self.task.id}", prompts[0], seeds)
+        asked = (
+            self._ask(f"{self.number}:{self.task.id}:{i}", prompt, (seed,))
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         )
-    for completion in completions:
-        check_completion(request, completion)
-    texts = [tokenizer.decode(c.tokens) for c in completions]
-    grades = await asyncio.gather(*(asyncio.wrap_future(graders.grade(task, text)) for text in texts))
-    samples = [
-        make_sample(task, group, i, prompt, *judged, sampling=sampling)
-        for i, judged in enumerate(zip(completions, texts, grades, strict=True))
-    ]
-    return Group(task, tuple(samples))
+        return [answer for (answer,) in await asyncio.gather(*asked)]
 
+    async def _sample(self, index: int, transcript: Transcript) -> Sample:
+        try:
+            stop = await self._play(index, transcript)
+        except EnvironmentFailed as error:
+            grade = Grade(0.0, "", f"{error.reason}: {error}", 0.0, Outcome.ERROR)
+            verdict, stop = Verdict(grade, ""), transcript.stop_reason
+        else:
+            verdict = await self._grade(index, transcript)
+        return transcript.sample(
+            self.task,
+            self.number,
+            index,
+            verdict,
+            verdict.stop_reason or stop,
+            zero_truncated=self.sampling.zero_reward_truncated,
+        )
 
-def make_sample(
-    task: Task,
-    group: int,
-    index: int,
-    prompt: np.ndarray,
-    completion: Completion,
-    text: str,
-    grade: Grade,
-    *,
-    sampling: Sampling,
-) -> Sample:
-    """Prompt and response as one sequence; what the engine said of the response moves to its tokens' own indices."""
-    transcript = Transcript()
-    transcript.observe(prompt)
-    transcript.write(completion)
-    return transcript.sample(
-        task,
-        group,
-        index,
-        Verdict(grade, text),
-        completion.stop_reason,
-        zero_truncated=sampling.zero_reward_truncated,
-    )
+    async def _play(self, index: int, transcript: Transcript) -> StopReason:
+        """From the first response to the last. Leaves the rounds."""
+        environment, limit = self.environments[index], self.sampling.session_token_limit or math.inf
+        try:
+            while (observation := await environment.step(transcript.turns[-1].response())) is not None:
+                transcript.observe(observation)
+                if transcript.length >= limit:
+                    return StopReason.SESSION_LIMIT
+                turn = len(transcript.turns) - 1
+                await self.rounds.turn((self.number, index))
+                seed = turn_seed(self.sampling.seed, self.number, index, turn, 0)
+                name = f"{self.number}:{self.task.id}:{index}:{turn}:0"
+                (answer,) = await self._ask(name, transcript.tokens(), (seed,))
+                transcript.write(answer)
+            return transcript.stop_reason
+        finally:
+            self.rounds.leave()
+
+    async def _grade(self, index: int, transcript: Transcript) -> Verdict:
+        try:
+            return await self.environments[index].grade(transcript)
+        except EnvironmentFailed as error:
+            return Verdict(Grade(0.0, "", f"{error.reason}: {error}", 0.0, Outcome.ERROR), "")
+
+    async def _ask(self, name: str, prompt: np.ndarray, seeds: tuple[int, ...]) -> list[Completion]:
+        sampling = self.sampling
+        request = Request(name, prompt, seeds, sampling.max_new_tokens, sampling.temperature)
+        try:
+            answers = await self.engine.generate(request)
+        except EngineError as error:
+            raise_if_cancelled(error)  # a resumed run asks for the same samples again
+            raise
+        if len(answers) != len(seeds):
+            raise EngineError(f"request {name}: {len(answers)} samples came, {len(seeds)} were asked for")
+        for answer in answers:
+            check_completion(request, answer)
+        return answers

@@ -12,17 +12,15 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable
 
-import numpy as np
-
 from rlx.envs.grading import Outcome
 from rlx.rollout.budgets import Books, Budgets, Gauge
 from rlx.rollout.buffer import Buffer
-from rlx.rollout.collect import Sampling
+from rlx.rollout.collect import Environments, Sampling, turn_seed
 from rlx.rollout.engine import Completion, EngineError, Request, RequestRefused, raise_if_cancelled
 from rlx.rollout.fates import span_ages
 from rlx.rollout.fleet import Fleet
 from rlx.rollout.journal import Entry, Journal
-from rlx.rollout.session import Environment, EnvironmentFailed, Guarded, play
+from rlx.rollout.session import EnvironmentFailed, Guarded, play
 from rlx.rollout.transcript import Transcript, Verdict
 from rlx.rollout.work import OpenGroup, Session, holding, number_again
 from rlx.types import Count, Group, StopReason, Task
@@ -54,7 +52,7 @@ class Producer:
     def __init__(
         self,
         fleet: Fleet,
-        environments: Callable[[Task], Environment],
+        environments: Environments,
         next_task: Callable[[], tuple[int, Task]],
         buffer: Buffer,
         books: Books,
@@ -251,8 +249,7 @@ class Producer:
         written = transcript.turns[-1].num_written
         seed = group.seeds[session.index]
         if turn or written:
-            place = (session.index, turn, written)
-            seed = int(np.random.SeedSequence([self.sampling.seed, group.number], spawn_key=place).generate_state(1)[0])
+            seed = turn_seed(self.sampling.seed, group.number, session.index, turn, written)
         return Request(
             id=f"{group.number}:{group.task.id}:{session.index}:{turn}:{written}",
             prompt=transcript.tokens(),

@@ -73,6 +73,11 @@ class TaskEnvironment:
         return None
 
 
+def questions(graders: Graders, tokenizer: Tokenizer) -> Callable[[Task], Environment]:
+    """Environments of sessions of one turn."""
+    return lambda task: TaskEnvironment(task, graders, tokenizer)
+
+
 class EnvironmentFailed(RuntimeError):
     """An environment or its grader raised, hung or said what makes no sense; `reason` is a short name for it."""
 

@@ -10,6 +10,7 @@ import pytest
 from rlx.envs.grading import Grade, Outcome
 from rlx.rollout.collect import Sampling, collect, sample_seeds
 from rlx.rollout.engine import Completion, EngineError
+from rlx.rollout.session import questions
 from rlx.types import StopReason, Task, TopK, VersionSpan
 
 SAMPLING = Sampling(group_size=3, max_new_tokens=8, temperature=0.7, zero_reward_truncated=False, seed=11)
@@ -72,7 +73,7 @@ class Engine:
 
 def run(sampling=SAMPLING, engine=None):
     engine = engine or Engine()
-    return asyncio.run(collect(engine, Graders(), Tokenizer(), TASKS, sampling)), engine
+    return asyncio.run(collect(engine, questions(Graders(), Tokenizer()), TASKS, sampling)), engine
 
 
 def test_groups_and_samples_are_in_the_order_asked_for():
@@ -140,7 +141,7 @@ def test_a_cancelled_collection_is_cancelled_whatever_its_engine_says_of_it():
                 raise EngineError("cancelled", reason="cancelled") from cancelled
 
     async def work():
-        job = asyncio.create_task(collect(Says(), Graders(), Tokenizer(), TASKS, SAMPLING))
+        job = asyncio.create_task(collect(Says(), questions(Graders(), Tokenizer()), TASKS, SAMPLING))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         job.cancel()
@@ -155,7 +156,7 @@ def test_cancelling_a_collection_cancels_its_requests():
     engine.answered.append(asyncio.Event())  # of a fifth request that nobody asks
 
     async def work():
-        job = asyncio.create_task(collect(engine, Graders(), Tokenizer(), TASKS, SAMPLING))
+        job = asyncio.create_task(collect(engine, questions(Graders(), Tokenizer()), TASKS, SAMPLING))
         while len(engine.requests) < 4:
             await asyncio.sleep(0)
         job.cancel()

@@ -1,0 +1,103 @@
+"""The environments of a run: for each task the one that its source names, with what they share.
+
+async with Environments(config, tokenizer, graders) as environments:
+    groups = await collect(engine, environments, tasks, sampling)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlx.config.chat_checks import several_turns
+from rlx.config.schema import Config
+from rlx.envs.chat import ChatTokenizer
+from rlx.envs.conversation import Conversation, open_conversation
+from rlx.envs.graders import GraderPool
+from rlx.envs.grading import Grade
+from rlx.envs.python_tool import PYTHON, PythonTool
+from rlx.interrupt import Preemption
+from rlx.rollout.session import Environment, TaskEnvironment
+from rlx.rollout.tool_session import ToolSession
+from rlx.sandbox.base import Sandbox
+from rlx.sandbox.pool import Sandboxes
+from rlx.types import Task
+
+TOOLS = {"python_tool": (PYTHON,)}  # of the environments that hold a conversation
+
+
+def conversations(config: Config, tokenizer: ChatTokenizer) -> dict[str, Conversation]:
+    """By source, of those whose sessions have several turns.
+
+    Raises ValueError where the chat template does not keep what was said.
+    """
+    tools = {name: TOOLS[config.tasks.sources[name].environment] for name in several_turns(config)}
+    opened = {kind: open_conversation(tokenizer, config.tools.format, kind) for kind in dict.fromkeys(tools.values())}
+    return {name: opened[kind] for name, kind in tools.items()}
+
+
+def openings(config: Config, tokenizer: ChatTokenizer) -> Callable[[Task], np.ndarray]:
+    """The prompt that a session of a task begins with, int32 [P]. Raises what `conversations` does."""
+    known = conversations(config, tokenizer)
+
+    def opening(task: Task) -> np.ndarray:
+        if task.source in known:
+            return known[task.source].opening(task.question)
+        return tokenizer.encode_prompt(task.question)
+
+    return opening
+
+
+class Environments:
+    """Called with a task it makes the environment of one session. An asynchronous context manager, of one event loop:
+    leaving it closes every sandbox.
+
+    Raises ValueError where the chat template does not keep what was said; entering it raises SandboxError where
+    sandboxes are needed and cannot be made.
+    """
+
+    def __init__(self, config: Config, tokenizer: ChatTokenizer, graders: GraderPool):
+        self._config, self._tokenizer, self._graders = config, tokenizer, graders
+        self._conversations = conversations(config, tokenizer)
+        self._sandboxes = Sandboxes(config.sandbox) if self._conversations else None
+
+    async def __aenter__(self) -> Environments:
+        if self._sandboxes is not None:
+            await self._sandboxes.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._sandboxes is not None:
+            await self._sandboxes.__aexit__(*exception)
+
+    def __call__(self, task: Task) -> Environment:
+        if task.source not in self._conversations:
+            return TaskEnvironment(task, self._graders, self._tokenizer)
+        tools = self._config.tools
+        env = PythonTool(task, self._grade, self._open_sandbox, tools.call_seconds)
+        return ToolSession(env, self._conversations[task.source], tools)
+
+    async def _grade(self, task: Task, answer: str) -> Grade:
+        return await asyncio.wrap_future(self._graders.grade(task, answer))
+
+    async def _open_sandbox(self, files: Mapping[str, bytes]) -> Sandbox:
+        assert self._sandboxes is not None  # there is a source with sessions of several turns
+        return await self._sandboxes.open(files=files)
+
+    def describe(self) -> dict[str, Any]:
+        """What protects this machine from programs; {} where none are run."""
+        return {} if self._sandboxes is None else self._sandboxes.describe()
+
+
+@contextlib.contextmanager
+def entered(environments: Environments, preemption: Preemption) -> Iterator[Environments]:
+    """`environments`, open on the loop of a run."""
+    preemption.finish(environments.__aenter__())
+    try:
+        yield environments
+    finally:
+        preemption.finish(environments.__aexit__(None, None, None))

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 from rlx.models import cache, rope
 from rlx.models.cache import LayerCache
 from rlx.models.description import Architecture, Attention, Params, ParamSpec
-from rlx.models.packed_attention import packed_attention
 from rlx.models.rows import Rows, Token
+from rlx.models.sharded_attention import row_attention
 from rlx.models.weights import Weights, linear_spec, norm_spec, normalise, project
 
 AXES = (3, 2)  # of the positions, in cached keys and values
@@ -38,7 +38,7 @@ def forward(
 ) -> tuple[Float[Array, "rows t d"], tuple[Array, Array]]:
     """Returns also the keys and values, [rows, t, kv_heads, head_dim]."""
     query, key, value, gate = _projected(mixer, arch, weights, x, rows.tables)
-    mixed = packed_attention(query, key, value, rows.masks[arch.windows.index(mixer.window)])
+    mixed = row_attention(rows, arch.windows.index(mixer.window), query, key, value)
     return _output(weights, mixed, gate), (key, value)
 
 

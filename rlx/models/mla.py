@@ -14,8 +14,8 @@ from rlx.models import cache, rope
 from rlx.models.cache import LayerCache
 from rlx.models.description import Architecture, LatentAttention, Params, ParamSpec
 from rlx.models.layers import rms_norm
-from rlx.models.packed_attention import packed_attention
 from rlx.models.rows import Rows, Token
+from rlx.models.sharded_attention import row_attention
 from rlx.models.weights import Weights, linear_spec, project
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own
@@ -53,7 +53,7 @@ def forward(
     shared_by_all = jnp.broadcast_to(shared[:, :, None], (*expanded.shape[:3], mixer.rope_dim))
     key = jnp.concatenate([expanded[..., : mixer.nope_dim], shared_by_all], axis=-1)
     query = query * (mixer.scale * query.shape[-1] ** 0.5)  # attention divides by that root
-    mixed = packed_attention(query, key, expanded[..., mixer.nope_dim :], rows.masks[arch.windows.index(None)])
+    mixed = row_attention(rows, arch.windows.index(None), query, key, expanded[..., mixer.nope_dim :])
     return _output(mixer, weights, x, mixed), jnp.concatenate([latent, shared], axis=-1)
 
 

@@ -34,38 +34,47 @@ def packed_attention(
 
 
 def _forward(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Array, tuple[Array, ...]]:
-    query, key, value = (_stacked(x, key.shape[2]) for x in (query, key, value))
+    query, key, value = (stacked(x, key.shape[2]) for x in (query, key, value))
+    out, logsumexp = checkpoint_name(attend(query, key, value, allowed), KEPT)
+    return out, (query, key, value, allowed, out, logsumexp)
+
+
+def attend(query: Array, key: Array, value: Array, allowed: Bool[Array, "rows t s"]) -> tuple[Array, Array]:
+    """(O [rows, t, heads, v], L [rows, kv_heads, heads of each · t, 1]) of `stacked` arguments."""
     scores = _scores(query, key, allowed)
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
     mass = weights.sum(-1, keepdims=True)
     out = _product("rkqs,rksd->rkqd", weights.astype(value.dtype), value) / mass
-    out = _seeing(allowed, _unstacked(out.astype(value.dtype), allowed.shape[1]))
-    out, logsumexp = checkpoint_name((out, top + jnp.log(mass)), KEPT)
-    return out, (query, key, value, allowed, out, logsumexp)
+    return _seeing(allowed, _unstacked(out.astype(value.dtype), allowed.shape[1])), top + jnp.log(mass)
 
 
 def _backward(kept: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+    return *pull(kept, d_out), None
+
+
+def pull(kept: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array]:
+    """(dQ, dK, dV), not stacked, of what the forward pass kept: stacked Q, K and V, the mask, O and L."""
     query, key, value, allowed, out, logsumexp = kept
-    length, kv_heads = allowed.shape[1], key.shape[1]
+    (length, seen), kv_heads = allowed.shape[1:], key.shape[1]
     d_out = _seeing(allowed, d_out)
-    shared = _stacked((wide(d_out) * wide(out)).sum(-1, keepdims=True), kv_heads)
-    d_out = _stacked(d_out, kv_heads)
+    shared = stacked((wide(d_out) * wide(out)).sum(-1, keepdims=True), kv_heads)
+    d_out = stacked(d_out, kv_heads)
     weights = jnp.exp(_scores(query, key, allowed) - logsumexp)
     d_weights = _product("rkqd,rksd->rkqs", d_out, value)
     d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
     d_query = _product("rkqs,rksd->rkqd", d_scores, key)
     d_key = _product("rkqs,rkqd->rksd", d_scores, query)
     d_value = _product("rkqs,rkqd->rksd", weights.astype(value.dtype), d_out)
-    given = ((d_query, query), (d_key, key), (d_value, value))
-    d_query, d_key, d_value = (_unstacked(d.astype(x.dtype), length) for d, x in given)
-    return d_query, d_key, d_value, None
+    given = ((d_query, query, length), (d_key, key, seen), (d_value, value, seen))
+    d_query, d_key, d_value = (_unstacked(d.astype(x.dtype), tokens) for d, x, tokens in given)
+    return d_query, d_key, d_value
 
 
 packed_attention.defvjp(_forward, _backward)
 
 
-def _stacked(x: Array, kv_heads: int) -> Array:
+def stacked(x: Array, kv_heads: int) -> Array:
     """[rows, T, heads, D] -> [rows, kv_heads, heads of each · T, D]"""
     rows, length, heads, dim = x.shape
     grouped = x.reshape(rows, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
@@ -79,10 +88,9 @@ def _unstacked(x: Array, length: int) -> Array:
 
 
 def _scores(query: Array, key: Array, allowed: Array) -> Array:
-    """[rows, kv_heads, heads of each · T, T], lowest where not allowed."""
+    """[rows, kv_heads, heads of each · t, s], lowest where not allowed."""
     scores = _product("rkqd,rksd->rkqs", query, key) * query.shape[-1] ** -0.5
-    rows, kv_heads, _, length = scores.shape
-    blocks = scores.reshape(rows, kv_heads, -1, length, length)
+    blocks = scores.reshape(*scores.shape[:2], -1, *allowed.shape[1:])
     return jnp.where(allowed[:, None, None], blocks, jnp.finfo(scores.dtype).min).reshape(scores.shape)
 
 

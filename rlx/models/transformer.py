@@ -144,7 +144,7 @@ def forward_routed(
 
     routes: expert choices to replay, of `arch.expert_layers`; negative where the router is to choose.
     """
-    rows = packed_rows(arch, positions, segment_ids, prefix_ids)
+    rows = packed_rows(arch, positions, segment_ids, prefix_ids, placement)
     embedded = params["embed"][tokens]
     stream = residual.start(arch, embedded if placement is None else placement.rows(embedded))
     routings: list[tuple[tuple[int, ...], Routing]] = []

@@ -297,6 +297,11 @@ def get_config() -> ConfigDict:
     c.cluster.engines = 0  # 0 = as engine.kind and inference.count say
     c.cluster.engine_layout = ""  # of one engine, "TP16 EP16 DP2", "" = one GPU
 
+    c.plan = ConfigDict()  # `rlx plan` alone reads it
+    c.plan.device = "H200"  # H100 | H200 | B200 | B300: of trainer and engines
+    c.plan.sequence_tokens = 0  # mean of a trained sequence, prompt included; 0 = learner.row_tokens
+    c.plan.efficiency = 0.5  # share of a device's peak FLOP/s that its matrix products reach
+
     c.simulate = ConfigDict()  # `rlx simulate` alone reads it; tokens and seconds
     c.simulate.token_grain = 1  # tokens that one simulated token stands for: more is faster, and rounds lengths
     c.simulate.engines = ConfigDict()

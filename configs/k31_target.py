@@ -26,6 +26,8 @@ def get_config() -> ConfigDict:
     c.cluster.trainer_nodes = 3
     c.cluster.inference_nodes = 4
     c.cluster.trainer_layout = "TP4 PP3 CP2 DP1 EP8"
+    c.plan.device = "B200"
+    c.plan.sequence_tokens = 18_000
     c.cluster.engines = 2
     c.cluster.engine_layout = "TP16 EP16 DP2"  # attention DP 2
     c.lora.rank = 32

@@ -67,6 +67,7 @@ NOT_NEGATIVE = (
     "cluster.trainer_nodes",
     "cluster.inference_nodes",
     "cluster.engines",
+    "plan.sequence_tokens",
     "rollout.head_size",
     "learner.row_targets",
     "learner.warmup_updates",
@@ -171,6 +172,12 @@ def _fractions(config: Config) -> list[str]:
             learner.final_learning_rate_fraction,
             0 <= learner.final_learning_rate_fraction <= 1,
             "must be in [0, 1]",
+        ),
+        (
+            "plan.efficiency",
+            config.plan.efficiency,
+            0 < config.plan.efficiency <= 1,
+            "must be in (0, 1]",
         ),
         (
             "sft.validation_fraction",

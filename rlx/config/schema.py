@@ -16,6 +16,7 @@ from rlx.config.cluster import ClusterConfig
 from rlx.config.frozen import CollapseConfig, FrozenConfig
 from rlx.config.inference import AuditConfig, InferenceConfig
 from rlx.config.objective import ObjectiveConfig
+from rlx.config.planning import PlanConfig
 from rlx.config.sandbox import SandboxConfig
 from rlx.config.simulation import SimulateConfig
 
@@ -235,4 +236,5 @@ class Config:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
     cluster: ClusterConfig
+    plan: PlanConfig
     simulate: SimulateConfig

@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("lora.rank", "lora.alpha"), "must stay", "rank and scale are part of the update rule"),
     Rule(("lora",), "must change", "the layers that there are to adapt are the model's"),
     Rule(("model", "chat"), "must change", "it is the model, and how it is spoken to"),
-    Rule(("cluster", "inference"), "must change", "nodes and layout follow the model's size"),
+    Rule(("cluster", "inference", "plan"), "must change", "nodes and layout follow the model's size"),
     Rule(("engine", "producer.engine_admission", "producer.http_admission", "producer.max_concurrent_samples"),
          "must change", "what an engine holds depends on the model's memory"),
     Rule(("producer.train_token_limit", "producer.session_token_limit", "producer.over_limit",

@@ -27,6 +27,7 @@ COMMANDS = {
     "sweep": ("rlx.sweep", "runs over the values of some settings, with seeds"),
     "compare": ("rlx.compare", "runs beside one another, also of other stacks: a page, tables, PNGs"),
     "agree": ("rlx.agree", "does a proxy rank configurations as the target does?"),
+    "signal": ("rlx.signal", "what an expert learned over its base: create, list, show, verify"),
     "plan": ("rlx.plan", "parameters of a model, trainable ones and their share, before hardware is asked for"),
     "simulate": ("rlx.simulate", "what a cluster would do: waiting, ages, occupancy"),
     "audit": ("rlx.audit", "what engines serve; why sampler and trainer disagree"),
@@ -34,7 +35,9 @@ COMMANDS = {
     "verify-model": ("rlx.verify", "check a checkpoint against stored logits and gradient norms"),
 }
 # These take words of their own, the others a recipe.
-WITHOUT_RECIPE = ("audit", "engines", "diff", "compare", "agree", "show", "tensorboard", "chat", "verify-model")
+WITHOUT_RECIPE = (
+    *("audit", "signal", "engines", "diff", "compare", "agree", "show", "tensorboard", "chat", "verify-model"),
+)
 # And these nothing but a recipe: what is wrong with it is said at once, before jax and the rest are imported.
 RECIPE_ONLY = ("train", "sft", "evaluate")
 

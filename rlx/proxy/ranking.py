@@ -18,7 +18,17 @@ from rlx.proxy.report import Figure, Report, Table, span, whole
 from rlx.proxy.runs import RunData, sweep_of, task_rates
 
 # What tells runs of one configuration apart, or one model from another, but is no part of the configuration.
-NOT_SETTINGS = ("run.", "model.", "metrics.", "tasks.seed", "checkpoint.", "engine.", "grader.workers", "simulate.", "plan.")
+NOT_SETTINGS = (
+    "run.",
+    "model.",
+    "metrics.",
+    "tasks.seed",
+    "checkpoint.",
+    "engine.",
+    "grader.workers",
+    "simulate.",
+    "plan.",
+)
 PASS_RATE = "eval/pass_rate"
 COLUMNS = ("configuration", "seed", "score")
 

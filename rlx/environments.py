@@ -31,22 +31,22 @@ TOOLS = {"python_tool": (PYTHON,)}  # of the environments that hold a conversati
 
 
 def conversations(config: Config, tokenizer: ChatTokenizer) -> dict[str, Conversation]:
-    """By source, of those whose sessions have several turns.
+    """By environment, of those that sources use and whose sessions have several turns.
 
     Raises ValueError where the chat template does not keep what was said.
     """
-    tools = {name: TOOLS[config.tasks.sources[name].environment] for name in several_turns(config)}
-    opened = {kind: open_conversation(tokenizer, config.tools.format, kind) for kind in dict.fromkeys(tools.values())}
-    return {name: opened[kind] for name, kind in tools.items()}
+    used = dict.fromkeys(config.tasks.sources[name].environment for name in several_turns(config))
+    return {name: open_conversation(tokenizer, config.tools.format, TOOLS[name]) for name in used}
 
 
 def openings(config: Config, tokenizer: ChatTokenizer) -> Callable[[Task], np.ndarray]:
     """The prompt that a session of a task begins with, int32 [P]. Raises what `conversations` does."""
-    known = conversations(config, tokenizer)
+    known, sources = conversations(config, tokenizer), config.tasks.sources
 
     def opening(task: Task) -> np.ndarray:
-        if task.source in known:
-            return known[task.source].opening(task.question)
+        environment = sources[task.source].environment
+        if environment in known:
+            return known[environment].opening(task.question)
         return tokenizer.encode_prompt(task.question)
 
     return opening
@@ -75,11 +75,12 @@ class Environments:
             await self._sandboxes.__aexit__(*exception)
 
     def __call__(self, task: Task) -> Environment:
-        if task.source not in self._conversations:
+        environment = self._config.tasks.sources[task.source].environment
+        if environment not in self._conversations:
             return TaskEnvironment(task, self._graders, self._tokenizer)
         tools = self._config.tools
         env = PythonTool(task, self._grade, self._open_sandbox, tools.call_seconds)
-        return ToolSession(env, self._conversations[task.source], tools)
+        return ToolSession(env, self._conversations[environment], tools)
 
     async def _grade(self, task: Task, answer: str) -> Grade:
         return await asyncio.wrap_future(self._graders.grade(task, answer))

@@ -22,6 +22,7 @@ from rlx.config.objective import ObjectiveConfig
 from rlx.config.schema import Config, LearnerConfig
 from rlx.data.examples import digest, epoch_batches, full_batches, read_examples, split
 from rlx.data.packing import PackingConfig, Trajectory, pack
+from rlx.environments import conversations
 from rlx.learner.score import mean_loss
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import StepConfig, update
@@ -70,9 +71,11 @@ class Job:
 def read(config: Config, model: assemble.Model, held_out: Iterable[Task] = ()) -> Examples:
     """The examples that `config.sft` names, split. Raises what `read_examples` and `split` do."""
     sft, row_tokens, held_out = config.sft, config.learner.row_tokens, list(held_out)
-    examples = read_examples(sft.path, model.tokenizer, row_tokens, held_out)
+    known = conversations(config, model.tokenizer)
+    examples = read_examples(sft.path, model.tokenizer, row_tokens, held_out, known)
     if sft.validation_path:
-        return Examples(examples, read_examples(sft.validation_path, model.tokenizer, row_tokens))
+        validation = read_examples(sft.validation_path, model.tokenizer, row_tokens, (), known)
+        return Examples(examples, validation)
     return Examples(*split(examples, sft.validation_fraction, config.run.seed))
 
 

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlx.data.packing import PackingConfig, Trajectory, computed_tokens, rows_needed
 from rlx.envs.chat import ChatTokenizer
+from rlx.envs.conversation import Conversation
 from rlx.envs.extract import normalise_text
 from rlx.types import Task
 
 
 def read_examples(
-    path: str, tokenizer: ChatTokenizer, row_tokens: int, held_out: Iterable[Task] = ()
+    path: str,
+    tokenizer: ChatTokenizer,
+    row_tokens: int,
+    held_out: Iterable[Task] = (),
+    conversations: Mapping[str, Conversation] | None = None,
 ) -> list[Trajectory]:
     """The examples of a JSONL file, tokenised.
+
+    A line is {"question": TEXT, "response": TEXT}, or with several turns {"question": TEXT, "environment": NAME,
+    "turns": [RESPONSE, OBSERVATION, RESPONSE, ...]}, rendered as the environment's sessions are.
+
+    conversations: by the name of their environment.
 
     Raises ValueError with file, line and what is wrong there; a question of the held-out tasks is wrong, too: what an
     evaluation asks must not have been taught.
@@ -28,28 +39,66 @@ def read_examples(
     # A line ends with a newline only: JSON may hold other characters that str.splitlines takes for an end.
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
-            examples.append(_example(line, f"{path}, line {number}", tokenizer, row_tokens, asked))
+            where = f"{path}, line {number}"
+            record = _record(line, where, asked)
+            tokens, mask = _encoded(record, where, tokenizer, conversations or {})
+            if len(tokens) > row_tokens:
+                raise ValueError(f"{where}: {len(tokens)} tokens; learner.row_tokens holds {row_tokens}")
+            zeros = np.zeros(len(tokens), np.float32)
+            examples.append(Trajectory(tokens, mask, 1.0, zeros, zeros.astype(np.int32), None))
     if not examples:
         raise ValueError(f"{path}: no examples in it")
     return examples
 
 
-def _example(line: str, where: str, tokenizer: ChatTokenizer, row_tokens: int, asked: set[str]) -> Trajectory:
+def _record(line: str, where: str, asked: set[str]) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
-    found = [record.get(k) for k in ("question", "response")] if isinstance(record, dict) else []
-    texts = [text for text in found if isinstance(text, str) and text]
-    if len(texts) < 2:
-        raise ValueError(f'{where}: must be {{"question": TEXT, "response": TEXT}}, none of them empty')
-    if normalise_text(texts[0]) in asked:
-        raise ValueError(f"{where}: the question {texts[0]!r} is one of the held-out tasks; remove the example")
-    tokens, mask = tokenizer.encode_example(*texts)
-    if len(tokens) > row_tokens:
-        raise ValueError(f"{where}: {len(tokens)} tokens; learner.row_tokens holds {row_tokens}")
-    zeros = np.zeros(len(tokens), np.float32)
-    return Trajectory(tokens, mask, 1.0, zeros, zeros.astype(np.int32), None)
+    if not isinstance(record, dict) or not _is_text(record.get("question")) or not _says_something(record):
+        raise ValueError(
+            f'{where}: must be {{"question": TEXT, "response": TEXT}}, or {{"question": TEXT, "environment": NAME, '
+            '"turns": [RESPONSE, OBSERVATION, RESPONSE, ...]}, none of them empty'
+        )
+    if normalise_text(record["question"]) in asked:
+        raise ValueError(
+            f"{where}: the question {record['question']!r} is one of the held-out tasks; remove the example"
+        )
+    return record
+
+
+def _says_something(record: dict[str, Any]) -> bool:
+    turns = record.get("turns")
+    if turns is None:
+        return _is_text(record.get("response"))
+    return isinstance(turns, list) and len(turns) % 2 == 1 and all(map(_is_text, turns))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _encoded(
+    record: dict[str, Any], where: str, tokenizer: ChatTokenizer, conversations: Mapping[str, Conversation]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, mask) of an example; the mask is True on what the policy is to write."""
+    if "turns" not in record:
+        return tokenizer.encode_example(record["question"], record["response"])
+    conversation = conversations.get(record.get("environment", ""))
+    if conversation is None:
+        raise ValueError(
+            f"{where}: environment {record.get('environment')!r}; the configuration's sources have "
+            f"{', '.join(map(repr, conversations)) or 'none with several turns'}"
+        )
+    parts, written = [conversation.opening(record["question"])], [False]
+    for i, text in enumerate(record["turns"]):
+        if i % 2:
+            parts.append(conversation.following([text], parts[-1]))
+        else:
+            parts.append(np.append(tokenizer.encode(text), np.int32(tokenizer.end_of_turn_id)))
+        written.append(i % 2 == 0)
+    return np.concatenate(parts), np.repeat(written, [len(part) for part in parts])
 
 
 def split(examples: Sequence[Trajectory], fraction: float, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:

@@ -18,7 +18,7 @@ def run(tmp_path):
 
 
 def fetch(url):
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=300) as answer:
         return answer.read().decode()
 
 
@@ -37,7 +37,7 @@ def test_the_command_serves_a_run_until_it_is_ended(run):
         layout = json.loads(fetch(f"{url}data/plugin/custom_scalars/layout"))
         hparams = json.loads(fetch(f"{url}data/plugins_listing"))["hparams"]
         process.send_signal(signal.SIGINT)
-        rest, error = process.communicate(timeout=30)
+        rest, error = process.communicate(timeout=300)
     assert said.startswith("TensorBoard of tiny: http://127.0.0.1:")
     assert runs == ["tiny"]
     assert "reward/pass_rate" in tags["tiny"]

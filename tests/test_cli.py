@@ -115,6 +115,6 @@ def test_verify_model_takes_words(monkeypatch, capsys, tmp_path):
 
 def test_the_module_is_the_command():
     with tiny_run.start("rlx.cli", "nonsense") as process:
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "there is no command 'nonsense'" in error

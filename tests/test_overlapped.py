@@ -137,7 +137,7 @@ def test_a_stopped_run_goes_on(recipe, kind):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(kind)
-    process.communicate(timeout=120)
+    process.communicate(timeout=400)
     assert process.returncode == (EXIT_PREEMPTED if kind == signal.SIGTERM else -kind)
     before = json.loads((run / "ledger.json").read_text())["generated"]
 

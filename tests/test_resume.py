@@ -167,7 +167,7 @@ def test_the_process_exits_75(recipe):
         while process.poll() is None and not list(run.glob("checkpoints/4")):
             time.sleep(0.01)
         process.terminate()
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 75, errors
     assert "Run the same command again to continue" in errors
     assert "Traceback" not in errors

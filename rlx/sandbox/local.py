@@ -233,7 +233,9 @@ class LocalSandbox:
             return None if in_memory else files.over_limit(self.workspace, limits)
 
         def ended() -> Limit | None:
-            return Limit.MEMORY if group and group.out_of_memory() else None
+            if group and group.out_of_memory():
+                return Limit.MEMORY
+            return None if in_memory else files.over_limit(self.workspace, limits)
 
         def settled() -> bool:
             process = first()

@@ -142,12 +142,15 @@ def _as_file(data: bytes) -> int:
 
 
 async def _watch(tree: Tree, stop: Callable[[Limit], None]) -> None:
+    took_s = 0.0
     while True:
+        # First the wait: a command that cleans up what has gone too far gets its chance, a short one costs no look.
+        await asyncio.sleep(max(_LOOK_S, took_s / _BUSY))
         start = time.perf_counter()
         if (limit := await asyncio.to_thread(tree.over)) is not None:
             stop(limit)
             return
-        await asyncio.sleep(max(_LOOK_S, (time.perf_counter() - start) / _BUSY))
+        took_s = time.perf_counter() - start
 
 
 async def _settle(tree: Tree, process: int) -> None:

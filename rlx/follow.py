@@ -53,6 +53,9 @@ def follow(config: Config, leader: Follower) -> int:
                 if why:
                     print(f"rlx train: {why}", file=sys.stderr)
                 return status
+            if what == "meet":
+                leader.met()
+                continue
             own = begin(config) if own is None else own
             ORDERS[what](own, *given)
     except Exception as error:

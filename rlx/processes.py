@@ -50,6 +50,11 @@ class Peers(Protocol):
         """They do `what` (`rlx.follow`) with these arguments, as the caller does now. Raises PeerLost."""
         ...
 
+    def meet(self) -> None:
+        """Until they have done all that they were told. Where they compile a collective of theirs may come late, and
+        some kinds wait for half a minute only. Raises PeerLost."""
+        ...
+
     def watch(self, stop: Callable[[], None]) -> None:
         """`stop` is called when one of them was told to stop by a signal."""
         ...
@@ -59,6 +64,9 @@ class Alone:
     """The one process of a trainer."""
 
     def tell(self, what: str, *given: Any) -> None:
+        return None
+
+    def meet(self) -> None:
         return None
 
     def watch(self, stop: Callable[[], None]) -> None:
@@ -74,6 +82,7 @@ class Leader:
     def __init__(self, connections: Mapping[int, Connection]):
         self._connections = dict(connections)
         self._lost = ""
+        self._met: queue.Queue[None] = queue.Queue()
         self._asked = threading.Event()
         self._stop: Callable[[], None] | None = None
         self._over = False
@@ -88,8 +97,20 @@ class Leader:
                 connection.send_bytes(message)
             except OSError:
                 self._lose(index, "its connection ended")
+        self._check()
+
+    def _check(self) -> None:
         if self._lost:
             raise PeerLost(self._lost)
+
+    def meet(self) -> None:
+        self.tell("meet")
+        missing = len(self._connections)
+        while missing:
+            with contextlib.suppress(queue.Empty):
+                self._met.get(timeout=1)
+                missing -= 1
+            self._check()
 
     def watch(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -116,6 +137,8 @@ class Leader:
                     continue
                 if kind == "failed":
                     self._lose(open_connections[connection], text)
+                elif kind == "met":
+                    self._met.put(None)
                 else:
                     self._asked.set()
                     if self._stop is not None:
@@ -124,7 +147,8 @@ class Leader:
     def _lose(self, index: int, why: str) -> None:
         if not self._over and not self._lost:
             self._lost = f"process {index} of the trainer ended ({why}); start all of them again to continue"
-            _leave_soon(self._lost)
+            print(f"rlx: {self._lost}", file=sys.stderr, flush=True)
+            _leave_soon()
 
 
 class Follower:
@@ -151,8 +175,13 @@ class Follower:
             if what == "end":
                 return
 
+    def met(self) -> None:
+        """The answer to "meet"."""
+        self._connection.send(("met", ""))
+
     def failed(self, error: BaseException) -> None:
-        """Process 0 learns of it."""
+        """Process 0 learns of it; this one leaves, whatever waits for others."""
+        _leave_soon()
         with contextlib.suppress(OSError):  # it may be gone itself
             self._connection.send(("failed", f"{type(error).__name__}: {error}"[:NOTE_BYTES]))
 
@@ -163,7 +192,8 @@ class Follower:
             except (EOFError, OSError):
                 text = "process 0 of the trainer ended; start all of them again to continue"
                 self._orders.put(("lost", (text,)))
-                _leave_soon(text)
+                print(f"rlx: {text}", file=sys.stderr, flush=True)
+                _leave_soon()
                 return
             self._orders.put(order)
             if order[0] == "end":
@@ -177,9 +207,8 @@ class Follower:
             self._connection.send(("signal", signal.Signals(signum).name))
 
 
-def _leave_soon(text: str) -> None:
-    """What waits for the lost process may never come back."""
-    print(f"rlx: {text}", file=sys.stderr, flush=True)
+def _leave_soon() -> None:
+    """What waits for a process that is gone may never come back, the end of this one's interpreter included."""
     timer = threading.Timer(LEAVE_S, os._exit, (1,))
     timer.daemon = True
     timer.start()
@@ -216,6 +245,8 @@ def joined(config: Config) -> Iterator[Alone | Leader | Follower]:
         raise
     finally:
         leader.end(status, why)
+        if status == 1:
+            _leave_soon()
 
 
 def _initialize(config: Config) -> None:

@@ -299,6 +299,7 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
         compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
         compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
         place = Place(directory.path, group, preemption)
+        peers.meet()
         peers.tell("published")
         serving = open_serving(config, model, state.trainable, int(state.version), begin.ledger, place)
         yield Run(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -22,8 +21,9 @@ from rlx.models.hf_names import hf_tensors
 from rlx.probing import Policy, logprobs
 from rlx.rollout.sglang import SglangEngine
 from rlx.rollout.sglang_requests import version_label
-from rlx.sync.manifest import MAX_NAMED, SERVED_DIGITS
-from rlx.sync.naming import served_layout_unsupported_reason, served_parts, served_shape
+from rlx.sync.manifest import MAX_NAMED
+from rlx.sync.naming import served_layout_unsupported_reason, served_parts
+from rlx.sync.served import Part, served_checksum
 from rlx.sync.tensors import check_params, host_tensors
 
 RESET_S = 600.0  # for a server to overwrite or add up all its weights
@@ -186,13 +186,8 @@ def served_checksums(policy: Policy) -> dict[str, str]:
     arrays = dict(host_tensors(to_hf(policy.arch, policy.params), jnp.dtype(policy.dtype)))
     checksums = {}
     for name, parts in served_parts(arrays).items():
-        digest = hashlib.sha256()
-        for part in parts:
-            array = arrays.pop(part)
-            shape = served_shape(part, array.shape)
-            padded = np.pad(array, [(0, wide - own) for wide, own in zip(shape, array.shape, strict=True)])
-            digest.update(np.ascontiguousarray(padded).reshape(-1).view(np.uint8).data)
-        checksums[name] = digest.hexdigest()[:SERVED_DIGITS]
+        taken = [(part, arrays.pop(part)) for part in parts]
+        checksums[name] = served_checksum([Part(p, a.shape, a.reshape(-1).view(np.uint8)) for p, a in taken], "cpu")
     return checksums
 
 

@@ -68,6 +68,7 @@ def make_bridge(config: Config, model: assemble.Model, directory: Path) -> Bridg
         config.model.dtype,
         bucket_bytes=inference.bucket_mib << 20,
         durable=inference.transport == "disk",
+        for_cpu=inference.device == "cpu",
     )
     return Bridge(staging, partial(_transport, config))
 

@@ -74,7 +74,7 @@ class Bridge:
         self.stage_seconds = 0.0  # of the last `prepare`
         self._links: list[Link] = []
         self._staging, self._hashing = asyncio.Lock(), asyncio.Lock()
-        self._on_gpu: tuple[Staged, Mapping[str, str]] | None = None  # checksums of the last version
+        self._hashed: tuple[Staged, str, Mapping[str, str]] | None = None  # checksums of the last version by device
         self._staged: tuple[Staged, Leaves] | None = None
 
     def link(self) -> Link:
@@ -101,14 +101,14 @@ class Bridge:
 
     async def expected(self, staged: Staged, device: str) -> Mapping[str, str]:
         """What an engine of one rank on `device`, cpu or cuda, reports when it has all of it."""
-        if device == "cpu":
+        if device == "cpu" and staged.manifest.served:
             return staged.manifest.served
         async with self._hashing:
-            if self._on_gpu is None or self._on_gpu[0] is not staged:
+            if self._hashed is None or self._hashed[0] is not staged or self._hashed[1] != device:
                 entries, dtype = staged.manifest.tensors, staged.manifest.dtype
                 found = await asyncio.to_thread(served_checksums, staged.path, entries, dtype, device, None)
-                self._on_gpu = staged, found
-            return self._on_gpu[1]
+                self._hashed = staged, device, found
+            return self._hashed[2]
 
     async def close(self) -> None:
         """Engines keep what they have loaded; the staged versions are removed."""

@@ -1,6 +1,7 @@
 """What a staged version consists of: each tensor's file, place, shape and checksum, and what a server should report.
 
-Checksums are SHA-256. A server on a CPU reports the first 8 bytes of it for each tensor that it serves.
+A tensor's checksum is its XXH3 of 128 bits. A server on a CPU reports the first 8 bytes of the SHA-256 of each tensor
+that it serves.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Manifest:
     dtype: str
     files: Mapping[str, int]  # name -> bytes, in the order in which they are sent
     tensors: Mapping[str, Entry]  # by the checkpoint's name, in the order in which they lie in their file
-    served: Mapping[str, str]  # what a server of one rank on a CPU reports; {} where its layout is not known
+    served: Mapping[str, str]  # what a server of one rank on a CPU reports; {}: its layout is not known, or not asked
 
     @property
     def nbytes(self) -> int:

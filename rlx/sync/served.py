@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,25 @@ from rlx.sync.naming import served_layout_unsupported_reason, served_parts, serv
 Bytes = np.ndarray[Any, Any]
 
 
+class Part(NamedTuple):
+    """A tensor of a checkpoint: its name, its shape and its bytes, which are contiguous."""
+
+    name: str
+    shape: tuple[int, ...]
+    content: Bytes
+
+
+def served_checksum(parts: Sequence[Part], device: str) -> str:
+    """Of the served tensor that is made of `parts`, first rows first. `device`: cpu or cuda."""
+    contents = [padded(p.content, p.shape, served_shape(p.name, p.shape, device)) for p in parts]
+    if device == "cuda":
+        return cuda_checksum(contents)
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content.data)
+    return digest.hexdigest()[:SERVED_DIGITS]
+
+
 def served_checksums(
     directory: Path, entries: Mapping[str, Entry], dtype: str, device: str, pool: ThreadPoolExecutor | None
 ) -> dict[str, str]:
@@ -28,21 +47,13 @@ def served_checksums(
         return {}
     files = {entry.file: np.memmap(directory / entry.file, np.uint8, "r") for entry in entries.values()}
 
-    def content(name: str) -> Bytes:
+    def part(name: str) -> Part:
         entry = entries[name]
         end = entry.offset + ITEMSIZE[dtype] * int(np.prod(entry.shape))
-        return padded(files[entry.file][entry.offset : end], entry.shape, served_shape(name, entry.shape, device))
+        return Part(name, entry.shape, files[entry.file][entry.offset : end])
 
     def checksum(names: Sequence[str]) -> str:
-        alone = entries[names[0]]
-        if device == "cuda":
-            return cuda_checksum([content(name) for name in names])
-        if len(names) == 1 and served_shape(names[0], alone.shape, device) == alone.shape:
-            return alone.checksum[:SERVED_DIGITS]
-        digest = hashlib.sha256()
-        for name in names:
-            digest.update(content(name))
-        return digest.hexdigest()[:SERVED_DIGITS]
+        return served_checksum([part(name) for name in names], device)
 
     parts = served_parts(entries)
     each = map if pool is None else pool.map

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,14 @@ from rlx.models.files import write_json
 from rlx.models.hf import to_hf
 from rlx.models.hf_config import architecture_config
 from rlx.models.hf_names import hf_tensors
-from rlx.sync.manifest import ITEMSIZE, Entry, Manifest, header
+from rlx.sync.manifest import ITEMSIZE, Entry, Manifest
+from rlx.sync.naming import served_layout_unsupported_reason, served_parts
 from rlx.sync.served import served_checksums
+from rlx.sync.tensor_files import Written, sync, write_file
 from rlx.sync.tensors import Leaves, check_params, host_tensors
 
 BUCKET_BYTES = 256 << 20
-HASHERS = 2
+THREADS = 3  # two hash, one syncs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +61,18 @@ class Staging:
       dtype: in which the tensors travel: the engines' own, so that what they serve has the manifest's checksums.
       bucket_bytes: of a file, where no single tensor is larger.
       durable: synced to the disk before a version has its name.
+      for_cpu: engines on a CPU are expected: what they report, a SHA-256 of all bytes, goes into the manifest.
     """
 
     def __init__(
-        self, directory: Path, arch: Architecture, dtype: str, *, bucket_bytes: int = BUCKET_BYTES, durable: bool = True
+        self,
+        directory: Path,
+        arch: Architecture,
+        dtype: str,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        durable: bool = True,
+        for_cpu: bool = True,
     ):
         if dtype not in ITEMSIZE:
             raise ValueError(f"weights travel as {', '.join(ITEMSIZE)}, not as {dtype!r}")
@@ -71,6 +80,8 @@ class Staging:
         self.bucket_bytes, self.durable = bucket_bytes, durable
         self.written_bytes = 0  # by the last `stage`
         self._tensors = hf_tensors(arch)
+        known = for_cpu and served_layout_unsupported_reason(self._tensors) is None
+        self._parts = served_parts(self._tensors) if known else {}
         self._last: tuple[Staged, Leaves] | None = None
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".v*"):
@@ -132,21 +143,18 @@ class Staging:
         files: Sequence[Sequence[str]],
         arrays: Iterator[tuple[str, np.ndarray[Any, Any]]],
     ) -> Staged:
-        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        with _new_directory(self.directory, version, self.durable) as (out, path), ThreadPoolExecutor(HASHERS) as pool:
-            entries: dict[str, Entry] = {}
-            for file in linked:
-                previous = self._last[0] if self._last else None
-                assert previous is not None  # nothing is linked otherwise
-                os.link(previous.path / file, out / file)
-                entries |= {name: previous.manifest.tensors[name] for name in previous.manifest.names(file)}
+        with _new_directory(self.directory, version, self.durable) as (out, path), ThreadPoolExecutor(THREADS) as pool:
+            entries, served = self._link(linked, out)
             unused = (f for i in itertools.count() if (f := f"model-{version:08d}-{i:05d}.safetensors") not in linked)
-            for names, file in zip(files, unused):
-                entries |= _write_file(
-                    out / file, {n: shapes[n] for n in names}, self.dtype, arrays, pool, self.durable
-                )
+            written = [self._write_file(out / file, names, arrays, pool) for names, file in zip(files, unused)]
+            for file_written in written:
+                entries |= file_written.entries
+                served |= file_written.served
             sizes = {entry.file: (out / entry.file).stat().st_size for entry in entries.values()}
-            served = served_checksums(out, entries, self.dtype, "cpu", pool)
+            apart = {part: entries[part] for name in self._parts.keys() - served.keys() for part in self._parts[name]}
+            served |= served_checksums(out, apart, self.dtype, "cpu", pool)
+            for file_written in written:
+                file_written.synced.result()
             manifest = Manifest(version, self.dtype, sizes, entries, served)
             manifest.write(out)
             write_json(out / "config.json", architecture_config(self.arch, self.dtype))
@@ -155,6 +163,28 @@ class Staging:
             write_json(out / "model.safetensors.index.json", index)
         self.written_bytes = sum(size for file, size in sizes.items() if file not in linked)
         return Staged(path, manifest, manifest.digests())
+
+    def _link(self, files: Sequence[str], out: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+        """Files of the last version, linked; their tensors, and the checksums of what is served of them alone."""
+        if self._last is None or not files:
+            return {}, {}
+        previous = self._last[0]
+        for file in files:
+            os.link(previous.path / file, out / file)
+        entries = {name: previous.manifest.tensors[name] for file in files for name in previous.manifest.names(file)}
+        whole = [name for name, parts in self._parts.items() if entries.keys() >= set(parts)]
+        return entries, {name: previous.manifest.served[name] for name in whole}
+
+    def _write_file(
+        self,
+        path: Path,
+        names: Sequence[str],
+        arrays: Iterator[tuple[str, np.ndarray[Any, Any]]],
+        pool: ThreadPoolExecutor,
+    ) -> Written:
+        shapes = {name: self._tensors[name].shape for name in names}
+        whole = {name: parts for name, parts in self._parts.items() if shapes.keys() >= set(parts)}
+        return write_file(path, shapes, self.dtype, arrays, whole, pool, durable=self.durable)
 
 
 def _only(tensors: Iterator[tuple[str, Any]], names: set[str]) -> Iterator[tuple[str, Any]]:
@@ -187,47 +217,11 @@ def _new_directory(parent: Path, version: int, durable: bool) -> Iterator[tuple[
         out.chmod(0o755)  # mkdtemp makes it for the owner alone; engines may run as others
         if durable:
             for name in ("manifest.json", "config.json", "model.safetensors.index.json"):
-                _sync(out / name)
-            _sync(out)
+                sync(out / name)
+            sync(out)
         os.rename(out, path)
         if durable:
-            _sync(parent)
+            sync(parent)
     except BaseException:
         shutil.rmtree(out)
         raise
-
-
-def _write_file(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
-    arrays: Iterator[tuple[str, np.ndarray[Any, Any]]],
-    pool: ThreadPoolExecutor,
-    durable: bool,
-) -> dict[str, Entry]:
-    """Writes the next len(shapes) of `arrays`, hashed while the following ones are on their way."""
-    placed: dict[str, tuple[int, Future[str]]] = {}
-    with path.open("xb") as file:
-        file.write(header(dtype, shapes))
-        for name in shapes:
-            found, array = next(arrays)
-            assert found == name  # both are the plan's order
-            content = memoryview(array.reshape(-1).view(np.uint8))
-            placed[name] = file.tell(), pool.submit(_sha256, content)
-            file.write(content)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    return {name: Entry(path.name, at, shapes[name], done.result()) for name, (at, done) in placed.items()}
-
-
-def _sha256(content: memoryview) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

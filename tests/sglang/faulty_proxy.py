@@ -29,6 +29,11 @@ class FaultyProxy:
         self._mode, self._met = mode, 0.0
 
     @property
+    def waits(self) -> bool:
+        """For a request to meet a fault."""
+        return self._mode != "through" and not self._met
+
+    @property
     def mode(self) -> str:
         over = self._met and time.monotonic() - self._met > LASTS_S
         return "through" if over else self._mode

@@ -21,7 +21,16 @@ from rlx.sync.lora import AdapterBridge, Probe, file_checksums
 from rlx.sync.manifest import StagingError
 from tests import tiny_model
 from tests.sglang.test_transports import TOLERANCE
-from tests.sglang.trainer import ARCH, TEXTS, differences, logprobs, served_logprobs, with_servers
+from tests.sglang.trainer import (
+    ARCH,
+    PATIENCE_S,
+    TEXTS,
+    differences,
+    logprobs,
+    served_logprobs,
+    with_servers,
+    write_along,
+)
 
 pytestmark = pytest.mark.sglang
 
@@ -163,19 +172,22 @@ def test_a_request_goes_on_under_the_adapter_that_it_began_with(server, tmp_path
         bridge = bridge_to(tmp_path / "a", server, "tensor")
         link = bridge.link()
         first = await link(http, adapter(1), 1)
+        second = await bridge.prepare(adapter(2), 2)
         body = {
             "input_ids": TEXTS[0].tolist(),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True},
             "return_logprob": True,
             "lora_path": first,
         }
-        running = asyncio.create_task(http.post("/generate", orjson.dumps(body), timeout_s=60.0))
-        await asyncio.sleep(0.3)
-        await link(http, adapter(2), 2)
-        unfinished = not running.done()
-        return unfinished, orjson.loads(await running)
+        # Several, so that they take long enough: the new adapter is there before they end.
+        posts = (http.post("/generate", orjson.dumps(body), timeout_s=PATIENCE_S) for _ in range(8))
+        running = [asyncio.create_task(post) for post in posts]
+        await write_along(http, 16)
+        await link(http, second, 2)
+        unfinished = not any(task.done() for task in running)
+        return unfinished, [orjson.loads(await task) for task in running]
 
-    unfinished, answer = with_servers([server], main)
+    unfinished, (answer, *_) = with_servers([server], main)
     assert unfinished
     tokens = np.concatenate([TEXTS[0], np.array(answer["output_ids"], np.int32)])
     recorded = np.array([triple[0] for triple in answer["meta_info"]["output_token_logprobs"]])

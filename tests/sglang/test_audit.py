@@ -17,6 +17,7 @@ from rlx.rollout.sglang import SglangEngine, SglangOptions
 from rlx.rollout.sglang_http import Server
 from rlx.rollout.sglang_requests import Limits
 from tests import tiny_model, tiny_tokenizer
+from tests.sglang.trainer import PATIENCE_S
 
 pytestmark = pytest.mark.sglang
 TEXTS = [np.arange(5, 25, dtype=np.int32), np.arange(200, 160, -2, dtype=np.int32)]
@@ -52,7 +53,7 @@ def with_engine(server, scenario):
 
         engine = SglangEngine(address, options, from_disk)
         try:
-            return await asyncio.wait_for(scenario(engine), 120)
+            return await asyncio.wait_for(scenario(engine), PATIENCE_S)
         finally:
             await engine.close()
 

@@ -22,12 +22,13 @@ from rlx.sync.staging import Staging
 from rlx.types import StopReason
 from tests import tiny_model
 from tests.sglang.faults import WEIGHTS
-from tests.sglang.trainer import ARCH, logprobs
+from tests.sglang.trainer import ARCH, PATIENCE_S, logprobs, write_along
 
 pytestmark = pytest.mark.sglang
 
 TOLERANCE = 1e-4
-REQUESTS, LATER, TOKENS = 32, 8, 160
+REQUESTS, LATER, TOKENS = 32, 8, 240
+BETWEEN = 24  # tokens that each engine writes between two publications
 POLICIES = {version: tiny_model.params(20 + version) for version in range(3)}
 
 
@@ -45,7 +46,7 @@ async def with_fleet(servers, directory, mode, main):
         for engine in engines:
             await engine.load(POLICIES[0], 0)
         ledger = Ledger()
-        async with Fleet(engines, FleetOptions(request_timeout_s=120.0), POLICIES[0], 0, ledger) as fleet:
+        async with Fleet(engines, FleetOptions(request_timeout_s=PATIENCE_S), POLICIES[0], 0, ledger) as fleet:
             publisher = Publisher(fleet, mode, bridge.prepare)
             try:
                 return await main(fleet, publisher, bridge), dict(fleet.ejected), ledger.total.tokens
@@ -60,6 +61,9 @@ async def with_fleet(servers, directory, mode, main):
 async def stream_and_publish(fleet, publisher, bridge):
     """32 requests run while versions 1 and 2 are published; some more come after each."""
     numbers = itertools.count()
+    # Staged beforehand: what compiles for the first time may take longer than the requests run.
+    staged = {version: await bridge.prepare(POLICIES[version], version) for version in (1, 2)}
+    engines = [member.engine for member in fleet.members]
 
     def ask(count):
         asked = [request(n) for n in itertools.islice(numbers, count)]
@@ -67,8 +71,8 @@ async def stream_and_publish(fleet, publisher, bridge):
 
     running = ask(REQUESTS)
     for version in (1, 2):
-        await asyncio.sleep(0.7)
-        await publisher.publish(POLICIES[version], version)
+        await asyncio.gather(*(write_along(engine.http, BETWEEN) for engine in engines))
+        await publisher.publish(staged[version], version)
         running += ask(LATER)
     await publisher.settled()
     running += ask(LATER)

@@ -16,6 +16,7 @@ import pytest
 
 from rlx.rollout import servers
 from tests.sglang.conftest import PYTHON, server_spec
+from tests.sglang.trainer import PATIENCE_S
 
 pytestmark = pytest.mark.sglang
 
@@ -46,7 +47,7 @@ def test_a_server_that_cannot_start_shows_its_own_last_words(tmp_path):
     started = servers.start(server_spec(str(tmp_path / "nowhere"), tmp_path / "log"))
     try:
         with pytest.raises(servers.ServerFailed, match=r"(?s)ended with status .*nowhere"):
-            servers.wait_ready([started], 300.0)
+            servers.wait_ready([started], PATIENCE_S)
     finally:
         servers.stop([started])
     assert not servers.group_exists(started.pid)
@@ -63,13 +64,13 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path, tiny_checkpoint):
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     group = int(parent.stdout.readline())
     try:
-        until = time.monotonic() + 200
+        until = time.monotonic() + PATIENCE_S
         while members(group) < 2 and time.monotonic() < until:
             time.sleep(0.5)
         assert members(group) >= 2
         parent.kill()
         parent.wait()
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE_S  # a process that imports may not look for its parent for a while
         while servers.group_exists(group) and time.monotonic() < until:
             time.sleep(0.2)
         assert not servers.group_exists(group)

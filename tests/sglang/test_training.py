@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,10 +14,12 @@ import pytest
 import rlx.train
 from rlx.metrics.ledger import Ledger
 from rlx.rollout import engine_state, servers
+from rlx.rollout.sglang_http import SglangHttp
 from rlx.run import Run
 from tests import tiny_run
 from tests.sglang.conftest import ADMIN_KEY, API_KEY, PYTHON, LiveServer
 from tests.sglang.faulty_proxy import FaultyProxy
+from tests.sglang.trainer import PATIENCE_S, with_servers
 
 pytestmark = pytest.mark.sglang
 
@@ -43,11 +44,15 @@ def recipe(tmp_path_factory) -> Path:
 
 
 def load_base(live: LiveServer, path: str, label: str) -> None:
-    body = json.dumps({"model_path": path, "weight_version": label, "flush_cache": True}).encode()
-    headers = {"Authorization": f"Bearer {live.admin_key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{live.url}/update_weights_from_disk", body, headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        assert json.loads(answer.read())["success"]
+    """Whatever the run before left: one that ends while an engine is repaired leaves that one paused."""
+
+    async def main(http: SglangHttp) -> None:
+        await http.command("/pause_generation", {"mode": "retract"}, timeout_s=PATIENCE_S)
+        load = {"model_path": path, "weight_version": label, "flush_cache": True}
+        await http.command("/update_weights_from_disk", load, timeout_s=PATIENCE_S)
+        await http.command("/continue_generation", {}, timeout_s=PATIENCE_S)
+
+    with_servers([live], main)
 
 
 @pytest.fixture
@@ -100,8 +105,12 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-def ejected(run: Run, reason: str) -> Callable[[], bool]:
-    return lambda: run.serving.fleet.ejected[reason] > 0
+def out(run: Run, index: int) -> float:
+    """Waits until the engine of this number is out of service, whoever noticed first: its supervisor, its health or a
+    request. A moment from which on nothing is sent to it."""
+    member = run.serving.fleet.members[index]
+    until(lambda: not member.in_service, "the failure is noticed")
+    return run.preemption.call(time.monotonic)  # on the loop, behind what was under way to be sent
 
 
 def all_back(run: Run) -> None:
@@ -167,17 +176,14 @@ def test_a_killed_and_a_stopped_server_come_back_with_the_current_weights(recipe
         return engine_state.read(run.directory / "engines.json").servers[index].process.pid
 
     def kill(run: Run) -> None:
-        moments["killed"] = time.monotonic()
         os.kill(pid(run, 0), signal.SIGKILL)
-        until(ejected(run, "ended"), "the death is noticed")
+        moments["killed"] = out(run, 0)
 
     def stop(run: Run) -> None:
         all_back(run)  # the killed one; one engine made the updates since
-        moments["stopped"] = time.monotonic()
         stopped = pid(run, 1)
         servers.signal_group(stopped, signal.SIGSTOP)
-        count = sum(run.serving.fleet.ejected.values())
-        until(lambda: sum(run.serving.fleet.ejected.values()) > count, "the silence is noticed")
+        moments["stopped"] = out(run, 1)
         servers.signal_group(stopped, signal.SIGCONT)
 
     queues = ("--max-running-requests=4", "--max-queued-requests=4")
@@ -209,12 +215,14 @@ def test_cut_connections_full_queues_and_errors_cost_no_run(recipe, given):
         faults = [(first, "cut"), (second, "errors"), (first, "full"), (second, "nonsense")]
 
         def next_fault(run: Run) -> None:
-            """The next one, as soon as the last one was met and is over; until then the run goes on with it."""
-            if first.mode == second.mode == "through":
-                all_back(run)
-                if faults:
-                    proxy, mode = faults.pop(0)
-                    proxy.fail(mode)
+            """The next one, as soon as the last one was met and is over; until it was met the run goes on with it."""
+            if first.waits or second.waits:
+                return
+            until(lambda: first.mode == second.mode == "through", "the fault is over")
+            all_back(run)
+            if faults:
+                proxy, mode = faults.pop(0)
+                proxy.fail(mode)
 
         changes = {**given, "inference__addresses": (first.url, second.url)}
         script = dict.fromkeys(range(1, updates), next_fault)

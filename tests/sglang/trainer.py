@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orjson
 
 from rlx.models.spec import Params
 from rlx.models.transformer import forward, logits
@@ -19,6 +20,7 @@ from rlx.rollout.sglang_responses import parse_score
 from tests import tiny_model
 
 ARCH = tiny_model.ARCH
+PATIENCE_S = 300.0  # with a server on a busy machine
 TEXTS = tuple(np.random.default_rng(7).integers(0, ARCH.vocab_size, (2, 24), dtype=np.int32))
 
 
@@ -39,8 +41,20 @@ def logprobs(params: Params, tokens: np.ndarray, adapter: Params | None = None, 
 
 async def served_logprobs(http: SglangHttp, tokens: np.ndarray, adapter: str | None = None) -> np.ndarray:
     rid = new_rid()
-    answer = await http.post("/generate", score_body(tokens, 1, rid, 0, adapter), timeout_s=60.0)
+    answer = await http.post("/generate", score_body(tokens, 1, rid, 0, adapter), timeout_s=PATIENCE_S)
     return parse_score(answer, tokens, 1, 0, ARCH.vocab_size, rid).logprobs
+
+
+async def write_along(http: SglangHttp, tokens: int) -> None:
+    """Returns when the server has written `tokens` tokens to a request of its own.
+
+    However fast it is, what it was sent before has got about as many by then.
+    """
+    body = {
+        "input_ids": TEXTS[0].tolist(),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
+    }
+    await http.post("/generate", orjson.dumps(body), timeout_s=PATIENCE_S)
 
 
 async def differences(http: SglangHttp, params: Params, texts: Sequence[np.ndarray] = TEXTS) -> float:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
+from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
@@ -16,6 +18,7 @@ from rlx.models import hf
 from rlx.sync import staging
 from rlx.sync.manifest import StagingError, check_files, read_manifest
 from rlx.sync.naming import served_layout_unsupported_reason, served_name, served_parts, served_shape
+from rlx.sync.served import served_checksums
 from rlx.sync.staging import Staging, prune
 from tests import tiny_model
 
@@ -53,7 +56,7 @@ def test_checksums_are_of_what_lies_in_the_files(tmp_path, dtype):
     tensors = contents(staged)
     assert tensors.keys() == staged.manifest.tensors.keys()
     for name, entry in staged.manifest.tensors.items():
-        assert entry.checksum == hashlib.sha256(tensors[name].tobytes()).hexdigest()
+        assert entry.checksum == xxhash.xxh3_128(tensors[name].tobytes()).hexdigest()
         assert tensors[name].dtype == jnp.dtype(dtype)
     # What a server reports: rows of q, k and v as one tensor, the vocabulary filled up with rows of zeros.
     attention = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"].tobytes() for part in "qkv"]
@@ -66,6 +69,25 @@ def test_checksums_are_of_what_lies_in_the_files(tmp_path, dtype):
     assert (
         staged.manifest.served["model.layers.0.mlp.down_proj.weight"] == hashlib.sha256(down.tobytes()).hexdigest()[:16]
     )
+
+
+def test_what_a_server_on_a_cpu_reports_is_not_hashed_for_others(tmp_path):
+    staged = stage(tmp_path / "s", tiny_model.params(3), for_cpu=False)
+    assert staged.manifest.served == {}
+    known = served_checksums(staged.path, staged.manifest.tensors, "float32", "cpu", None)
+    assert known == stage(tmp_path / "t", tiny_model.params(3)).manifest.served
+
+
+def test_a_served_tensor_whose_parts_lie_in_several_versions_files_is_hashed_whole(tmp_path):
+    staging_ = Staging(tmp_path / "s", ARCH, "float32", bucket_bytes=BUCKET)
+    params = tiny_model.params(1)
+    for version in (1, 2, 3):
+        layers = traverse_util.flatten_dict(params["layers"])
+        (query,) = [path for path in layers if path[-2:] == ("q_proj", "kernel")]
+        params = {**params, "layers": traverse_util.unflatten_dict({**layers, query: layers[query] + 1.0})}
+        staged = staging_.stage(params, version)
+    assert staging_.written_bytes < staged.manifest.nbytes / 2
+    assert staged.manifest.served == stage(tmp_path / "alone", params).manifest.served
 
 
 def test_what_two_versions_share_is_linked_and_the_rest_is_written(tmp_path):
@@ -82,6 +104,7 @@ def test_what_two_versions_share_is_linked_and_the_rest_is_written(tmp_path):
     inodes = [{os.stat(v.path / f).st_ino for f in v.manifest.files} for v in versions]
     assert len(inodes[1] & inodes[2]) == len(inodes[1]) - 1
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(versions[2].path, ARCH), params)
+    assert versions[2].manifest.served == stage(tmp_path / "alone", params).manifest.served
     assert len(set(versions[1].digests.values()) & set(versions[2].digests.values())) == len(inodes[1]) - 1
 
 
@@ -104,7 +127,7 @@ def test_nothing_is_left_of_a_version_that_could_not_be_written(tmp_path, monkey
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(staging, "served_checksums", full)
+    monkeypatch.setattr(staging, "write_json", full)
     with pytest.raises(OSError, match="No space left"):
         stage(tmp_path / "s", tiny_model.params(1))
     assert list((tmp_path / "s").iterdir()) == []

@@ -22,6 +22,7 @@ def get_config(variant: str = "") -> ConfigDict:
     c.inference.device = "cpu"
     c.inference.radix_cache = "on"  # eight samples of a prompt, all of which begin with the same instructions
     c.inference.distributed_backend = "gloo"
+    c.producer.engine_admission = 128  # a collection at once: on a CPU each prefill in between costs a step of all
     c.inference.health_timeout_s = 120.0  # a step of a full batch may take a busy CPU half a minute
     if variant == "full":
         c.lora.rank = 0

@@ -16,6 +16,7 @@ def source(**changes) -> ConfigDict:
     entry.weight = 1.0  # share of the mix, relative to the other sources
     entry.grader = ""  # "" = the dataset's own; else a name from rlx/envs/graders.py
     entry.environment = ""  # "" = one question, one answer | python_tool: programs may be run first, docs/sessions.md
+    # | code: functions with hidden tests (human_eval, functions), docs/sandboxes.md
     entry.partial_credit = False  # rewards between 0 and 1 where the grader has them; False: 0 or 1
     entry.update(changes)
     return entry

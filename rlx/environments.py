@@ -16,7 +16,10 @@ import numpy as np
 from rlx.config.chat_checks import several_turns
 from rlx.config.schema import Config
 from rlx.envs.chat import ChatTokenizer
+from rlx.envs.code_env import CodeEnv
+from rlx.envs.code_grading import CodeGrader
 from rlx.envs.conversation import Conversation, open_conversation
+from rlx.envs.env import Env
 from rlx.envs.graders import GraderPool
 from rlx.envs.grading import Grade
 from rlx.envs.python_tool import PYTHON, PythonTool
@@ -27,7 +30,7 @@ from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
 from rlx.types import Task
 
-TOOLS = {"python_tool": (PYTHON,)}  # of the environments that hold a conversation
+TOOLS = {"python_tool": (PYTHON,), "code": (PYTHON,)}  # of the environments that hold a conversation
 
 
 def conversations(config: Config, tokenizer: ChatTokenizer) -> dict[str, Conversation]:
@@ -64,6 +67,7 @@ class Environments:
         self._config, self._tokenizer, self._graders = config, tokenizer, graders
         self._conversations = conversations(config, tokenizer)
         self._sandboxes = Sandboxes(config.sandbox) if self._conversations else None
+        self._code_grader = CodeGrader(self._open_sandbox, config.tools.call_seconds)
 
     async def __aenter__(self) -> Environments:
         if self._sandboxes is not None:
@@ -79,8 +83,13 @@ class Environments:
         if environment not in self._conversations:
             return TaskEnvironment(task, self._graders, self._tokenizer)
         tools = self._config.tools
-        env = PythonTool(task, self._grade, self._open_sandbox, tools.call_seconds)
-        return ToolSession(env, self._conversations[environment], tools)
+        return ToolSession(self._env(environment, task), self._conversations[environment], tools)
+
+    def _env(self, environment: str, task: Task) -> Env:
+        call_seconds = self._config.tools.call_seconds
+        if environment == "code":
+            return CodeEnv(task, self._code_grader, self._open_sandbox, call_seconds)
+        return PythonTool(task, self._grade, self._open_sandbox, call_seconds)
 
     async def _grade(self, task: Task, answer: str) -> Grade:
         return await asyncio.wrap_future(self._graders.grade(task, answer))

@@ -1,5 +1,5 @@
-"""Tasks from where they come: a reasoning-gym dataset, one of our own (`rlx.envs.tool_tasks`), or a JSONL file of
-{"question", "answer", "grader"?}."""
+"""Tasks from where they come: a reasoning-gym dataset, one of our own (`rlx.envs.tool_tasks`), functions to be written
+(`rlx.envs.code_tasks`), or a JSONL file of {"question", "answer", "grader"?}."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlx.config.schema import TaskSourceConfig
+from rlx.envs.code_tasks import DATASETS as CODE_DATASETS
+from rlx.envs.code_tasks import Functions, make_functions, read_human_eval
 from rlx.envs.extract import as_number
 from rlx.envs.grading import GRADERS
 from rlx.envs.tool_tasks import KINDS, make_tasks
@@ -43,8 +45,15 @@ def check_source(name: str, source: TaskSourceConfig) -> None:
         raise ValueError(f"{key}.weight = {source.weight}: it must be above 0; remove the source to leave it out")
     if source.grader and source.grader not in GRADERS:
         raise ValueError(f"{key}.grader = {source.grader!r} is not a grader; {nearest(source.grader, GRADERS)}")
+    if (source.dataset in CODE_DATASETS) != (source.environment == "code"):
+        raise ValueError(
+            f"{key}: dataset = {source.dataset!r} with environment = {source.environment!r}: the environment 'code' "
+            f"and the datasets {' and '.join(CODE_DATASETS)} go together"
+        )
     if source.dataset in KINDS:
         _check_own(key, source)
+    elif source.dataset in CODE_DATASETS:
+        _check_code(key, source)
     elif source.dataset:
         _check_dataset(key, source)
     else:
@@ -62,6 +71,9 @@ def read_source(name: str, source: TaskSourceConfig, seed: int) -> list[Task]:
     """
     if source.dataset in KINDS:
         tasks = make_tasks(name, source.dataset, source.options, source.size, seed)
+    elif source.dataset in CODE_DATASETS:
+        human_eval = source.dataset == "human_eval"
+        tasks = read_human_eval(name) if human_eval else make_functions(name, source.options, source.size, seed)
     else:
         tasks = _read_dataset(name, source, seed) if source.dataset else _read_file(name, source)
     if not source.partial_credit:
@@ -96,6 +108,23 @@ def _check_own(key: str, source: TaskSourceConfig) -> None:
         raise ValueError(f"{key}.environment = {source.environment!r}: a table is in a file; set 'python_tool'")
 
 
+def _check_code(key: str, source: TaskSourceConfig) -> None:
+    options = {f.name for f in dataclasses.fields(Functions)} if source.dataset == "functions" else set()
+    for option in source.options:
+        if option not in options:
+            known = nearest(option, options) if options else "it has none"
+            raise ValueError(f"{key}.options.{option} is not an option of {source.dataset}; {known}")
+    if source.grader:
+        raise ValueError(f"{key}.grader = {source.grader!r}: {source.dataset} is graded by its hidden tests; set ''")
+    if source.dataset == "functions":
+        if source.size < 1:
+            raise ValueError(f"{key}.size = {source.size}: at least 1 task must be generated")
+        try:
+            Functions(**source.options)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{key}.options: {error}") from error
+
+
 # ---------------------------------------------------------------- reasoning-gym
 
 
@@ -105,7 +134,7 @@ def _check_dataset(key: str, source: TaskSourceConfig) -> None:
 
     dataset = source.dataset
     if dataset not in DATASETS:
-        known = nearest(dataset, [*DATASETS, *KINDS])
+        known = nearest(dataset, [*DATASETS, *KINDS, *CODE_DATASETS])
         raise ValueError(f"{key}.dataset = {dataset!r} is no dataset of reasoning-gym's or our own; {known}")
     if dataset in _REFUSED:
         raise ValueError(f"{key}.dataset = {dataset!r} is refused: {_REFUSED[dataset]}")

@@ -146,9 +146,9 @@ COMMAND_LINES = [
     ),
     Wrong("a critic", option(objective__advantage="gae"), ["config.objective.advantage = 'gae'", "use 'group_mean'"]),
     Wrong(
-        "a reference model",
-        option(objective__kl_coefficient=0.1),
-        ["config.objective.kl_coefficient = 0.1", "set it to 0"],
+        "a signal for nothing",
+        option(frozen__signals="('nowhere',)"),
+        ["config.frozen.signals = ('nowhere',)", "config.objective.distill.form = 'off'", "'sampled'"],
     ),
     Wrong("nothing held out", option(tasks__held_out=0), ["config.tasks.held_out = 0", "set at least 1"]),
     Wrong(

@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     c.run.name = "popd_qwen3_17b_to_8b"
     c.model.path = "models/qwen3-8b"
     c.model.dtype = "bfloat16"
-    c.model.thinking = "off"
+    c.chat.thinking = "off"
     c.lora.rank = 0
     c.tasks.sources.math = base.source(path="math.jsonl", grader="math_verify", size=0)
     c.tasks.suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -37,6 +37,7 @@ from rlx.metrics.ledger import failed
 from rlx.metrics.rollout import grading_outcomes, grading_scalars, rollout_scalars
 from rlx.metrics.sample_page import write_page
 from rlx.parallel import runtime
+from rlx.parallel.layout import bubble
 from rlx.processes import ALONE, Follower, Peers, joined
 from rlx.recorder import Scores
 from rlx.rollout.buffer import Batch
@@ -77,7 +78,9 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
                 measure(run, "base")
                 if examples:
                     cold_start(run, examples)
+                    whole = whole_moment(run)  # not lost where it cannot be published
                     serve_cold_start(run)
+            if "before" not in run.progress.evals:
                 measure(run, "before")
                 whole = whole_moment(run)
                 run.save(whole())
@@ -334,8 +337,9 @@ def throughput(rates: dict[str, float]) -> dict[str, float]:
 
 
 def batch_scalars(run: Run, samples: Sequence[Sample], packed: PackedBatch) -> dict[str, float]:
-    used = packed.num_micro_batches
-    return {
+    used, placement = packed.num_micro_batches, run.step.placement
+    piped = placement is not None and placement.layout.pp > 1
+    return ({"batch/bubble": bubble(placement.layout, placement.micro_batches)} if placement and piped else {}) | {
         "batch/tokens": float(tokens_of(samples)),
         "batch/samples": float(len(samples)),
         "batch/groups": float(len({s.group for s in samples})),

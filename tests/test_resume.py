@@ -13,6 +13,7 @@ import pytest
 
 from rlx import train
 from rlx.interrupt import EXIT_PREEMPTED
+from rlx.rollout.engine import EngineError
 from tests import tiny_run
 from tests.interrupted import interrupting
 
@@ -153,6 +154,19 @@ def test_a_run_told_to_stop_before_its_first_update_starts_anew(recipe, undistur
     assert tiny_run.records(run / "metrics.jsonl") == []
     assert_same_run(recipe, run_to_the_end(recipe, "early"), undisturbed)
     assert "resumed" not in capsys.readouterr().err
+
+
+def test_a_cold_start_that_could_not_be_published_is_not_lost(recipe, undisturbed, monkeypatch):
+    def fails(run):
+        raise EngineError("the engine did not load it", reason="load")
+
+    arguments = ["rlx train", *command(recipe, "unpublished")]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "serve_cold_start", fails)
+        with pytest.raises(EngineError, match="did not load"):
+            train.main(arguments)
+    monkeypatch.delattr(train, "cold_start")  # the run that continues has no use for it
+    assert_same_run(recipe, run_to_the_end(recipe, "unpublished"), undisturbed)
 
 
 def test_a_run_told_to_stop_when_nothing_is_left_to_do_finishes(recipe, undisturbed):

@@ -23,14 +23,21 @@ from rlx.envs.env import Env
 from rlx.envs.graders import GraderPool
 from rlx.envs.grading import Grade
 from rlx.envs.python_tool import PYTHON, PythonTool
+from rlx.envs.web_project import WebProject
+from rlx.envs.web_tasks import ENVIRONMENT as WEB_PROJECT
 from rlx.interrupt import Preemption
 from rlx.rollout.session import Environment, TaskEnvironment
 from rlx.rollout.tool_session import ToolSession
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
 from rlx.types import Task
+from rlx.web_sessions import Cuts, WebSessions
 
-TOOLS = {"python_tool": (PYTHON,), "code": (PYTHON,)}  # of the environments that hold a conversation
+TOOLS = {
+    "python_tool": (PYTHON,),
+    "code": (PYTHON,),
+    WEB_PROJECT: WebProject.tools,
+}  # of the environments that hold a conversation
 
 
 def conversations(config: Config, tokenizer: ChatTokenizer) -> dict[str, Conversation]:
@@ -45,9 +52,12 @@ def conversations(config: Config, tokenizer: ChatTokenizer) -> dict[str, Convers
 def openings(config: Config, tokenizer: ChatTokenizer) -> Callable[[Task], np.ndarray]:
     """The prompt that a session of a task begins with, int32 [P]. Raises what `conversations` does."""
     known, sources = conversations(config, tokenizer), config.tasks.sources
+    cuts = Cuts(config, known[WEB_PROJECT]) if WEB_PROJECT in known else None
 
     def opening(task: Task) -> np.ndarray:
         environment = sources[task.source].environment
+        if cuts is not None and (cut := cuts.of(task)) is not None:
+            return cut.tokens
         if environment in known:
             return known[environment].opening(task.question)
         return tokenizer.encode_prompt(task.question)
@@ -59,8 +69,8 @@ class Environments:
     """Called with a task it makes the environment of one session. An asynchronous context manager, of one event loop:
     leaving it closes every sandbox.
 
-    Raises ValueError where the chat template does not keep what was said; entering it raises SandboxError where
-    sandboxes are needed and cannot be made.
+    Raises ValueError where the chat template does not keep what was said; entering it raises SandboxError or
+    BrowserMissing where one is needed and there is none.
     """
 
     def __init__(self, config: Config, tokenizer: ChatTokenizer, graders: GraderPool):
@@ -68,20 +78,28 @@ class Environments:
         self._conversations = conversations(config, tokenizer)
         self._sandboxes = Sandboxes(config.sandbox) if self._conversations else None
         self._code_grader = CodeGrader(self._open_sandbox, config.tools.call_seconds)
+        self._web: WebSessions | None = None
+        if self._sandboxes is not None and WEB_PROJECT in self._conversations:
+            self._web = WebSessions(config, self._sandboxes, self._conversations[WEB_PROJECT])
+        self._opened = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Environments:
-        if self._sandboxes is not None:
-            await self._sandboxes.__aenter__()
+        async with contextlib.AsyncExitStack() as opened:
+            for part in (self._sandboxes, self._web):
+                if part is not None:
+                    await opened.enter_async_context(part)
+            self._opened = opened.pop_all()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        if self._sandboxes is not None:
-            await self._sandboxes.__aexit__(*exception)
+        await self._opened.aclose()
 
     def __call__(self, task: Task) -> Environment:
         environment = self._config.tasks.sources[task.source].environment
         if environment not in self._conversations:
             return TaskEnvironment(task, self._graders, self._tokenizer)
+        if self._web is not None and environment == WEB_PROJECT:
+            return self._web.session(task)
         tools = self._config.tools
         return ToolSession(self._env(environment, task), self._conversations[environment], tools)
 

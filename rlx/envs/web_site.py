@@ -1,0 +1,178 @@
+"""A site as its checks see it: the files of a workspace, or the Python server in it, which runs in a sandbox.
+
+The server listens inside its sandbox, which has no network to the outside. A relay beside it takes requests from files
+and puts the answers into files: all that a sandbox of any kind can do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import itertools
+import json
+import mimetypes
+import secrets
+import tarfile
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from rlx.envs.web_checks import Answer, Asked
+from rlx.sandbox.base import Execution, PathError, Sandbox
+from rlx.sandbox.pool import Sandboxes
+
+SERVER = "server.py"  # a workspace that has it is served by it: `python3 server.py`, on 127.0.0.1:$PORT
+PORT = 8000
+START_S = 5.0  # for the server to listen
+ANSWER_S = 5.0  # for one answer
+SESSION_S = 30.0  # of one check
+POLL_S = 0.01
+RELAY = """
+import base64, http.client, json, os, socket, subprocess, sys, time
+port, folder, start_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+if len(sys.argv) > 4:  # no network namespace of its own: any free port
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+def start():
+    server = subprocess.Popen([sys.executable, "server.py"], env=dict(os.environ, PORT=str(port)), stdout=2)
+    end = time.time() + start_s
+    while time.time() < end and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            time.sleep(0.02)
+    return server
+server = start()
+number = 0
+while not os.path.exists(folder + "/stop"):
+    name = folder + "/ask-%d" % number
+    if not os.path.exists(folder + "/go-%d" % number):
+        time.sleep(0.005)
+        continue
+    asked = json.load(open(name))
+    if asked.get("restart"):
+        server.kill()
+        server.wait()
+        server = start()
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request(asked["method"], asked["path"], base64.b64decode(asked["body"]), asked["headers"])
+        got = connection.getresponse()
+        body = base64.b64encode(got.read()).decode()
+        said = {"status": got.status, "headers": dict(got.getheaders()), "body": body}
+        connection.close()
+    except Exception as error:
+        said = {"status": 0, "headers": {}, "body": base64.b64encode(repr(error).encode()).decode()}
+    with open(folder + "/part", "w") as file:
+        json.dump(said, file)
+    os.rename(folder + "/part", folder + "/said-%d" % number)
+    number += 1
+server.kill()
+"""
+FORWARDED = ("content-type", "accept", "cookie")  # headers of a request
+DROPPED = ("content-length", "transfer-encoding", "connection", "date", "server")  # of an answer
+GONE = Answer(502, {"Content-Type": "text/plain"}, b"the server does not answer")
+
+
+class Files:
+    """A site without a server: / is index.html."""
+
+    def __init__(self, files: Mapping[str, bytes]):
+        self._files = files
+
+    async def respond(self, asked: Asked) -> Answer:
+        path = asked.path.partition("?")[0].strip("/") or "index.html"
+        if path not in self._files:
+            return Answer(404, {"Content-Type": "text/plain"}, b"there is no such file")
+        kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        kind += "; charset=utf-8" if kind.startswith("text/") or kind.endswith("javascript") else ""
+        return Answer(200, {"Content-Type": kind}, self._files[path])
+
+    async def restart(self) -> None:
+        return None
+
+
+class Served:
+    """The server of a workspace. A server that does not start or answer gives status 502."""
+
+    def __init__(self, sandbox: Sandbox, folder: str, running: asyncio.Task[Execution]):
+        self._sandbox, self._folder, self._running = sandbox, folder, running
+        self._numbers = itertools.count()
+        self._turn = asyncio.Lock()
+
+    async def respond(self, asked: Asked) -> Answer:
+        forwarded = {name: text for name, text in asked.headers.items() if name.lower() in FORWARDED}
+        body = base64.b64encode(asked.body).decode()
+        return await self._ask({"method": asked.method, "path": asked.path, "headers": forwarded, "body": body})
+
+    async def restart(self) -> None:
+        """The server ends, without a warning, and starts again with the files that it has left."""
+        await self._ask({"restart": True, "method": "GET", "path": "/", "headers": {}, "body": ""})
+
+    async def _ask(self, plain: Mapping[str, Any]) -> Answer:
+        async with self._turn:
+            number = next(self._numbers)
+            await self._sandbox.write(f"{self._folder}/ask-{number}", json.dumps(plain).encode())
+            await self._sandbox.write(f"{self._folder}/go-{number}", b"")  # what was asked is there as a whole
+            return await self._wait(f"{self._folder}/said-{number}")
+
+    async def _wait(self, path: str) -> Answer:
+        end = asyncio.get_running_loop().time() + START_S + ANSWER_S
+        while asyncio.get_running_loop().time() < end and not self._running.done():
+            try:
+                return _answer(await self._sandbox.read(path))
+            except FileNotFoundError:
+                await asyncio.sleep(POLL_S)
+            except PathError:  # the server has put something else in its place
+                return GONE
+        return GONE
+
+    async def stop(self) -> None:
+        await self._sandbox.write(f"{self._folder}/stop", b"")
+        await self._running
+
+
+def _answer(said: bytes) -> Answer:
+    try:
+        answer = json.loads(said)
+        headers = {name: str(text) for name, text in answer["headers"].items() if name.lower() not in DROPPED}
+        status, body = int(answer["status"]), base64.b64decode(answer["body"])
+    except (ValueError, KeyError, TypeError, AttributeError):  # not the relay's words: the server can write files, too
+        return GONE
+    return Answer(status, headers, body) if 100 <= status <= 599 else GONE
+
+
+@contextlib.asynccontextmanager
+async def site_of(snapshot: bytes, sandboxes: Sandboxes) -> AsyncIterator[Files | Served]:
+    """The site in a snapshot of a workspace; a server gets a fresh sandbox of its own.
+
+    Raises SandboxError where the sandbox fails.
+    """
+    files = unpacked(snapshot)
+    if SERVER not in files:
+        yield Files(files)
+        return
+    sandbox = await sandboxes.open()
+    try:
+        await sandbox.restore(snapshot)
+        folder = f".relay-{secrets.token_hex(8)}"  # a name that a session could not prepare for
+        await sandbox.write(f"{folder}/begun", b"")
+        free_port = ["any"] if sandboxes.config.kind == "subprocess" else []
+        command = ["python3", "-c", RELAY, str(PORT), folder, str(START_S), *free_port]
+        served = Served(sandbox, folder, asyncio.create_task(sandbox.run(command, timeout_s=SESSION_S)))
+        try:
+            yield served
+        finally:
+            await served.stop()
+    finally:
+        await sandbox.close()
+
+
+def unpacked(snapshot: bytes) -> dict[str, bytes]:
+    """The regular files of a snapshot."""
+    with tarfile.open(fileobj=io.BytesIO(snapshot), mode="r:") as tar:
+        found = ((member.name, tar.extractfile(member)) for member in tar if member.isreg())
+        return {name: file.read() for name, file in found if file is not None}

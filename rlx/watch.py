@@ -44,7 +44,7 @@ from rlx.rollout.local import LocalEngine
 from rlx.types import Task
 
 BASE = "base"
-PRUNED_WITHIN_S = 10.0  # seconds that the removal of a checkpoint may take
+PRUNED_WITHIN_S = 60.0  # seconds that the removal of a checkpoint may take
 HELD = "held"  # the folder of the checkpoint that is being read
 
 
@@ -233,8 +233,8 @@ def hold(checkpoint: Path, to: Path) -> bool:
     shutil.rmtree(to, ignore_errors=True)
     try:
         shutil.copytree(checkpoint, to, copy_function=_link)
-    except OSError:
-        if checkpoint.exists():
+    except OSError:  # files that go one after the other under its hands, or a true fault
+        if not gone_within(checkpoint, PRUNED_WITHIN_S):
             raise
         return False
     return checkpoint.exists()

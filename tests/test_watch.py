@@ -1,7 +1,9 @@
 """`rlx evaluate --watch`: a run is followed from beside it, through its end, its restart and its pruning."""
 
 import json
+import shutil
 import signal
+import threading
 import time
 
 import pytest
@@ -105,3 +107,20 @@ def wait_for(done, *processes, limit=400.0):
             assert process.poll() is None, process.communicate()
         assert time.monotonic() < until, "it takes too long"
         time.sleep(0.05)
+
+
+def test_a_checkpoint_that_is_pruned_file_by_file_is_too_late(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoints" / "4"
+    checkpoint.mkdir(parents=True)
+    for name in "ab":
+        (checkpoint / name).write_text(name)
+
+    def gone(source, to):
+        threading.Timer(0.2, shutil.rmtree, [checkpoint, True]).start()
+        raise FileNotFoundError(source)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "_link", gone)
+        assert not watch.hold(checkpoint, tmp_path / "held")
+    checkpoint.mkdir()
+    assert watch.hold(checkpoint, tmp_path / "held")

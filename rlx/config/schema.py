@@ -76,7 +76,7 @@ class TaskSourceConfig:
     size: int
     weight: float
     grader: str  # "" = the dataset's own
-    environment: Literal["", "python_tool", "code", "web_project"] = ""  # what its sessions act in; "" = one question, one answer
+    environment: Literal["", "python_tool", "code", "web_project"] = ""  # "" = one question, one answer
     partial_credit: bool = False  # rewards between 0 and 1 where the grader has them
 
 

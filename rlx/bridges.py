@@ -15,9 +15,11 @@ import numpy as np
 from rlx import assemble
 from rlx.audit import texts_of
 from rlx.audit_engine import WORST, Reference, audit_engine, audit_start, check
+from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.metrics.attribution import TOLERANCE
 from rlx.models import hf
+from rlx.models.hf_names import hf_tensors
 from rlx.models.spec import Params
 from rlx.probing import Policy, logprobs
 from rlx.rollout.engine import EngineError
@@ -27,6 +29,7 @@ from rlx.sync.bridge import Bridge, Link
 from rlx.sync.disk import Disk
 from rlx.sync.distributed import Distributed, GroupOptions
 from rlx.sync.lora import AdapterBridge, AdapterLink, Probe, Send
+from rlx.sync.naming import served_layout_unsupported_reason
 from rlx.sync.staging import Staging
 from rlx.sync.tensor import Tensor
 
@@ -34,6 +37,18 @@ from rlx.sync.tensor import Tensor
 def publishes_adapter(config: Config) -> bool:
     """Do the engines get the adapter by itself?"""
     return config.engine.kind == "sglang" and config.inference.weights == "adapter"
+
+
+def check_adapters(config: Config, model: assemble.Model) -> None:
+    """Raises ConfigError where engines are to get the adapter of a model of whose adapters they are not known to make
+    what the trainer does."""
+    reason = served_layout_unsupported_reason(hf_tensors(model.arch))
+    if publishes_adapter(config) and reason is not None:
+        raise ConfigError(
+            f"config.inference.weights = 'adapter': the model in {config.model.path} ({model.arch.model_type}) is none "
+            f"of the dense Qwen2 and Qwen3 models whose adapters are published by themselves: {reason}; set 'full', "
+            "which sends the weights with the adapter merged in"
+        )
 
 
 def published(config: Config, model: assemble.Model, trainable: Params) -> Params:

@@ -132,10 +132,11 @@ def open_serving(
 
     Raises:
       ServerFailed: a server that does not start; with its last words.
-      ConfigError: one that is there and cannot do what is asked.
+      ConfigError: one that is there and cannot do what is asked; an adapter that is not published by itself.
       EngineError: one that cannot be reached, or does not take the weights. AuditFailed: not all of them.
     """
     group, preemption = place.group, place.preemption
+    bridges.check_adapters(config, model)  # before minutes are spent on servers
     policy = bridges.published(config, model, trainable)
     if config.engine.kind == "local":
         serving = embedded(config, model, policy, version, ledger)

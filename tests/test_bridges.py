@@ -13,6 +13,8 @@ import pytest
 
 from rlx import audit_engine, bridges
 from rlx.audit_engine import AuditFailed, Reference
+from rlx.config.errors import ConfigError
+from rlx.models.hf import read_architecture
 from rlx.probing import Policy
 from rlx.rollout.engine import EngineError
 from tests import tiny_model, tiny_run
@@ -53,6 +55,19 @@ class Fleet:
 
     def eject(self, member: Any, reason: str, said: str) -> None:
         self.ejected.append((member.engine.name, reason))
+
+
+@pytest.mark.parametrize("weights", ["adapter", "full"])
+def test_adapters_of_models_whose_served_layout_is_not_known_are_refused_at_the_start(tmp_path, weights):
+    changes = {"engine__kind": "sglang", "inference__addresses": ("http://127.0.0.1:9",), "inference__weights": weights}
+    config = tiny_run.config(tiny_run.write(tmp_path), lora__targets=("q_proj",), **changes)
+    bridges.check_adapters(config, SimpleNamespace(arch=tiny_model.ARCH))
+    experts = SimpleNamespace(arch=read_architecture(tiny_run.ROOT / "tests" / "fixtures" / "qwen3_moe"))
+    if weights == "full":
+        bridges.check_adapters(config, experts)
+    else:
+        with pytest.raises(ConfigError, match=r"inference\.weights = 'adapter'.*qwen3_moe.*'full'"):
+            bridges.check_adapters(config, experts)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 from rlx import cli, engines
 from rlx.config.errors import ConfigError
 from rlx.rollout import engine_state, servers
-from rlx.rollout.engine_state import StateError
+from rlx.rollout.engine_state import EngineState, StateError
 from rlx.rollout.servers import ServerFailed
 from tests.rollout.test_supervisor import FAKE
 
@@ -88,6 +89,16 @@ def test_up_stays_until_a_signal_and_starts_again_what_ends(recipe, tmp_path, ca
     assert not any(servers.group_exists(pid) for pid in pids)
     assert not state.exists()
     assert "status -9" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_end_is_told(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        started = engine_state.Started("http://127.0.0.1:9", "log", engine_state.process(process.pid))
+        with monkeypatch.context() as patch:
+            patch.setattr(servers, "signal_group", lambda pid, kind: None)
+            with pytest.raises(ServerFailed, match=f"kill -9 -- -{process.pid}`"):
+                engine_state.end(EngineState(None, (started,)), patience_s=0.1)
+        engine_state.end(EngineState(None, (started,)))
 
 
 def wait(found):

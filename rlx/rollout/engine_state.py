@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlx.rollout import servers
-from rlx.rollout.servers import Server
+from rlx.rollout.servers import Server, ServerFailed
 
 
 class StateError(ValueError):
@@ -91,10 +91,15 @@ def read(path: Path) -> EngineState:
 
 
 def end(state: EngineState, patience_s: float = servers.STOP_S) -> None:
-    """Ends all servers, with whoever would start them again first. Returns when no process is left."""
-    if state.keeper is not None and state.keeper.alive:
-        os.kill(state.keeper.pid, signal.SIGTERM)
-        _wait(lambda: state.keeper is not None and state.keeper.alive, 2 * patience_s)
+    """Ends all servers, with whoever would start them again first. Returns when no process is left.
+
+    Raises ServerFailed where some do not end.
+    """
+    keeper = state.keeper
+    if keeper is not None and keeper.alive:
+        os.kill(keeper.pid, signal.SIGTERM)
+        if not _wait(lambda: keeper.alive, 2 * patience_s):
+            os.kill(keeper.pid, signal.SIGKILL)
     alive = [server.process for server in state.servers if server.process.alive]
     for running in alive:
         servers.signal_group(running.pid, signal.SIGCONT)
@@ -102,10 +107,16 @@ def end(state: EngineState, patience_s: float = servers.STOP_S) -> None:
     _wait(lambda: any(p.alive for p in alive), patience_s)
     for running in alive:
         servers.signal_group(running.pid, signal.SIGKILL)
-    _wait(lambda: any(servers.group_exists(p.pid) for p in alive), patience_s)
+    if not _wait(lambda: any(servers.group_exists(p.pid) for p in alive), patience_s):
+        left = " ".join(f"-{p.pid}" for p in alive if servers.group_exists(p.pid))
+        raise ServerFailed(f"processes of servers do not end: `kill -9 -- {left}`, then `rlx engines down` once more")
 
 
-def _wait(holds: Callable[[], bool], patience_s: float) -> None:
+def _wait(holds: Callable[[], bool], patience_s: float) -> bool:
+    """Has it ceased to hold in time?"""
     until = time.monotonic() + patience_s
-    while holds() and time.monotonic() < until:
+    while still := holds():
+        if time.monotonic() > until:
+            break
         time.sleep(0.1)
+    return not still

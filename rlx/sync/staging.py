@@ -16,6 +16,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -194,14 +195,22 @@ def _only(tensors: Iterator[tuple[str, Any]], names: set[str]) -> Iterator[tuple
 def prune(directory: Path, needed: set[Path], keep: int, named: str = "v*") -> list[Path]:
     """Removes versions that are neither `needed` nor among the `keep` written last; returns them.
 
-    Files that a newer version shares stay: they are linked.
+    Files that a newer version shares stay: they are linked. One that cannot be removed costs room on the disk, and is
+    no reason for a run to fail: a warning says so.
     """
     # By age, not by version: a run that was resumed from an older checkpoint has written higher ones before.
     versions = sorted((path for path in directory.glob(named) if path.is_dir()), key=lambda p: p.stat().st_mtime_ns)
     old = [path for path in versions[: max(0, len(versions) - keep)] if path not in needed]
-    for path in old:
+    return [path for path in old if _removed(path)]
+
+
+def _removed(path: Path) -> bool:
+    try:
         shutil.rmtree(path)
-    return old
+    except OSError as error:
+        warnings.warn(f"{path} is not needed any more and cannot be removed ({error}); remove it", stacklevel=3)
+        return False
+    return True
 
 
 @contextlib.contextmanager

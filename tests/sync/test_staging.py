@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,20 @@ def test_only_old_versions_that_nobody_needs_are_pruned(tmp_path):
     paths = [stage(tmp_path / "s", tiny_model.params(1), version).path for version in (1, 2, 3, 4)]
     assert prune(tmp_path / "s", {paths[1]}, keep=1) == [paths[0], paths[2]]
     assert sorted((tmp_path / "s").iterdir()) == [paths[1], paths[3]]
+
+
+def test_a_version_that_cannot_be_removed_is_no_failure(tmp_path, monkeypatch):
+    first, second = (stage(tmp_path / "s", tiny_model.params(1), version).path for version in (1, 2))
+    remove = shutil.rmtree
+
+    def held(path):
+        if path == first:
+            raise OSError(16, "Device or resource busy")
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", held)
+    with pytest.warns(UserWarning, match="v00000001 .* busy"):
+        assert prune(tmp_path / "s", set(), keep=0) == [second]
 
 
 def test_served_names_and_shapes():

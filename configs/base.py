@@ -17,6 +17,7 @@ def source(**changes) -> ConfigDict:
     entry.grader = ""  # "" = the dataset's own; else a name from rlx/envs/graders.py
     entry.environment = ""  # "" = one question, one answer | python_tool: programs may be run first, docs/sessions.md
     # | code: functions with hidden tests (human_eval, functions), docs/sandboxes.md
+    # | web_project: small sites, built step by step (web_projects), docs/agents.md
     entry.partial_credit = False  # rewards between 0 and 1 where the grader has them; False: 0 or 1
     entry.update(changes)
     return entry
@@ -92,13 +93,13 @@ def get_config() -> ConfigDict:
     c.grader.extract = "last_number"  # last_number | tagged (<answer>...</answer>) | all (the whole response)
 
     c.sandbox = ConfigDict()
-    c.sandbox.kind = "bubblewrap"  # bubblewrap | subprocess (NO isolation) | remote (an HTTP service)
+    c.sandbox.kind = "bubblewrap"  # bubblewrap | subprocess (NO isolation) | daytona (a service of its API)
     c.sandbox.max_open = 256  # workspaces at once; sessions beyond them wait
     c.sandbox.max_running = 0  # commands at once, 0 = two for each core
     c.sandbox.directory = ""  # where workspaces are made, "" = the system's temporary directory
     c.sandbox.read_only = ()  # directories of this machine that programs see, beside /usr
-    c.sandbox.url = ""  # of the remote service
-    c.sandbox.api_key = "RLX_SANDBOX_API_KEY"  # the environment variable that has its key
+    c.sandbox.url = ""  # of the service, such as https://app.daytona.io/api
+    c.sandbox.api_key = "DAYTONA_API_KEY"  # the environment variable that has its key
     c.sandbox.limits = ConfigDict()  # of one command; disk_bytes and files are the workspace's
     c.sandbox.limits.wall_s = 30.0  # seconds
     c.sandbox.limits.cpu_s = 30.0  # seconds, of all its processes together

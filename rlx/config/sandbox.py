@@ -23,11 +23,11 @@ class SandboxLimits:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
-    kind: Literal["bubblewrap", "subprocess", "remote"]
+    kind: Literal["bubblewrap", "subprocess", "daytona"]
     max_open: int
     max_running: int  # commands at once, 0 = two for each core
     directory: str  # where workspaces are made, "" = the system's temporary directory
     read_only: tuple[str, ...]  # directories of this machine that programs see, beside /usr
-    url: str  # of the remote kind
+    url: str  # of the service of kind daytona
     api_key: str  # the name of the environment variable that has it
     limits: SandboxLimits

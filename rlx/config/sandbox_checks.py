@@ -29,10 +29,10 @@ def sandbox_problems(config: Config) -> list[str]:
         for directory in sandbox.read_only
         if not (Path(directory).is_absolute() and Path(directory).is_dir())
     ]
-    if sandbox.kind == "remote" and not sandbox.url.startswith(("http://", "https://")):
-        problems.append(_said("url", sandbox.url, "kind 'remote' needs the address of its service, https://..."))
-    if sandbox.kind != "remote" and sandbox.url:
-        problems.append(_said("url", sandbox.url, f"is of kind 'remote', and sandbox.kind = {sandbox.kind!r}"))
+    if sandbox.kind == "daytona" and not sandbox.url.startswith(("http://", "https://")):
+        problems.append(_said("url", sandbox.url, "kind 'daytona' needs the address of its service, https://..."))
+    if sandbox.kind != "daytona" and sandbox.url:
+        problems.append(_said("url", sandbox.url, f"is of kind 'daytona', and sandbox.kind = {sandbox.kind!r}"))
     return problems
 
 

@@ -256,4 +256,5 @@ def _entry(directory: int, path: str, item: os.DirEntry[str]) -> Entry:
         kind = "directory"
     elif stat.S_ISLNK(status.st_mode):
         kind, target = "link", os.readlink(item.name, dir_fd=directory)
-    return Entry(path, kind, status.st_size, status.st_blocks * 512, bool(status.st_mode & 0o100), target)
+    executable = kind != "link" and bool(status.st_mode & 0o100)
+    return Entry(path, kind, status.st_size, status.st_blocks * 512, executable, target)

@@ -34,8 +34,8 @@ class LocalSandboxes:
     """The provider of kinds "bubblewrap" and "subprocess"."""
 
     def __init__(self, config: SandboxConfig):
-        if config.kind == "remote":
-            raise ValueError("sandbox.kind = 'remote' is not a sandbox of this machine: rlx.sandbox.remote has those")
+        if config.kind == "daytona":
+            raise ValueError("sandbox.kind = 'daytona' is not a sandbox of this machine: rlx.sandbox.daytona has those")
         self._config, self._kind = config, config.kind
         self._filter = seccomp.program() if config.kind == "bubblewrap" else None
         self._groups = cgroups.find()
@@ -51,7 +51,7 @@ class LocalSandboxes:
                 "sudo apt-get install bubblewrap util-linux, or `make system-deps`. Without any isolation: "
                 "sandbox.kind = 'subprocess'."
             )
-        root = await asyncio.to_thread(Root, self._config.directory, self._groups)
+        root = await asyncio.to_thread(Root, self._config.directory, self._groups, own_users=_own_users(self._kind))
         if self._kind == "bubblewrap":
             processes.adopt_orphans(True)
         isolation.write_etc(root.path / _ETC)
@@ -103,13 +103,18 @@ class LocalSandboxes:
             )
 
 
+def _own_users(kind: Literal["bubblewrap", "subprocess"]) -> bool:
+    """Whether each sandbox has a user: only root can make a process another's."""
+    return kind == "bubblewrap" and os.geteuid() == 0
+
+
 class LocalSandbox:
     """See `rlx.sandbox.base.Sandbox`."""
 
     def __init__(self, shared: _Shared, name: str, limits: SandboxLimits, slot: int, release: Callable[[], None]):
         self.limits = limits
         self.workspace = ""  # its path on this machine
-        self.user = isolation.user_of(slot) if shared.kind == "bubblewrap" and os.geteuid() == 0 else None
+        self.user = isolation.user_of(slot) if _own_users(shared.kind) else None
         self.group: cgroups.Cgroup | None = None
         self._shared, self._release = shared, release
         self._name = name

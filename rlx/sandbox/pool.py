@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox.base import Execution, Provider, Sandbox
+from rlx.sandbox.daytona import DaytonaSandboxes
 from rlx.sandbox.local import LocalSandboxes
 
 
@@ -112,4 +113,4 @@ class _Pooled:
 
 
 def provider_of(config: SandboxConfig) -> Provider:
-    return LocalSandboxes(config)
+    return DaytonaSandboxes(config) if config.kind == "daytona" else LocalSandboxes(config)

@@ -28,8 +28,12 @@ _DETACH = 2
 class Root:
     """The directory of a process's sandboxes. A lock says that the process lives; what dead ones left is removed."""
 
-    def __init__(self, directory: str, groups: Hierarchies):
-        _sweep(directory or tempfile.gettempdir(), groups)
+    def __init__(self, directory: str, groups: Hierarchies, *, own_users: bool):
+        """Raises SandboxError where sandboxes have users of their own and those could not reach `directory`."""
+        parent = Path(directory or tempfile.gettempdir()).absolute()
+        if own_users:
+            _check_passable(parent)
+        _sweep(str(parent), groups)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory or None))
         self.path.chmod(0o711)  # users of sandboxes pass through and see nothing
         self._lock = os.open(self.path / "locking", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -69,6 +73,15 @@ class Root:
             _unmount(probe)
             os.rmdir(probe)
         return True
+
+
+def _check_passable(directory: Path) -> None:
+    for above in (directory, *directory.parents):
+        if not above.stat().st_mode & 0o001:
+            raise SandboxError(
+                f"sandbox.directory = '{directory}': the users of sandboxes cannot pass through {above}, whose mode is "
+                f"{above.stat().st_mode & 0o777:03o}; choose a directory that all may pass through, such as /var/tmp"
+            )
 
 
 def _sweep(directory: str, groups: Hierarchies) -> None:

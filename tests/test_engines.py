@@ -127,8 +127,9 @@ def test_what_does_not_start_is_told_and_leaves_nothing(recipe, tmp_path):
 
 
 def test_wrong_words_are_refused(recipe, tmp_path, capsys):
+    embedded = ("engine.kind=local", "inference.count=0", "inference.radix_cache=auto", "producer.engine_admission=0")
     with pytest.raises(ConfigError, match=r"engine\.kind"):
-        run("up", f"--config={recipe}", "--config.engine.kind=local", "--config.inference.count=0")
+        run("up", f"--config={recipe}", *(f"--config.{change}" for change in embedded))
     with pytest.raises(ValueError, match="takes no such option"):
         run("down", "--config=x.py", "--state", tmp_path / "none.json")
     assert cli.run("engines", ["status", f"--state={tmp_path / 'none.json'}"]) == 1

@@ -17,7 +17,9 @@ def source(**changes) -> ConfigDict:
     entry.grader = ""  # "" = the dataset's own; else a name from rlx/envs/graders.py
     entry.environment = ""  # "" = one question, one answer | python_tool: programs may be run first, docs/sessions.md
     # | code: functions with hidden tests (human_eval, functions), docs/sandboxes.md
-    # | web_project: small sites, built step by step (web_projects), docs/agents.md
+    # | web_project: small sites, built step by step (web_projects) | agent: a program that asks an OpenAI-compatible
+    # endpoint and prints its answer, docs/agents.md
+    entry.agent = ()  # of environment "agent": the command, such as ("python", "my_agent.py")
     entry.partial_credit = False  # rewards between 0 and 1 where the grader has them; False: 0 or 1
     entry.update(changes)
     return entry

@@ -21,6 +21,7 @@ COMMANDS = {
     "show": ("rlx.show", "a run in the terminal; --html writes a page of its samples"),
     "tensorboard": ("rlx.board", "TensorBoard on a run or a directory of runs"),
     "chat": ("rlx.chat", "talk to a checkpoint"),
+    "serve": ("rlx.serve", "an OpenAI-compatible endpoint that records sessions of outside agents"),
     "engines": ("rlx.engines", "SGLang servers of this machine: up, status, down"),
     "edge": ("rlx.edge", "tasks that the policy sometimes passes, and a split of them"),
     "diff": ("rlx.diff", "two configurations: what must change, be searched again, or stay"),

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from rlx.agent_sessions import ENVIRONMENT as AGENT
+from rlx.agent_sessions import AgentSessions
 from rlx.config.chat_checks import several_turns
 from rlx.config.schema import Config
 from rlx.envs.chat import ChatTokenizer
@@ -46,7 +48,7 @@ def conversations(config: Config, tokenizer: ChatTokenizer) -> dict[str, Convers
     Raises ValueError where the chat template does not keep what was said.
     """
     used = dict.fromkeys(config.tasks.sources[name].environment for name in several_turns(config))
-    return {name: open_conversation(tokenizer, config.tools.format, TOOLS[name]) for name in used}
+    return {name: open_conversation(tokenizer, config.tools.format, TOOLS[name]) for name in used if name in TOOLS}
 
 
 def openings(config: Config, tokenizer: ChatTokenizer) -> Callable[[Task], np.ndarray]:
@@ -81,11 +83,13 @@ class Environments:
         self._web: WebSessions | None = None
         if self._sandboxes is not None and WEB_PROJECT in self._conversations:
             self._web = WebSessions(config, self._sandboxes, self._conversations[WEB_PROJECT])
+        used = {source.environment for source in config.tasks.sources.values()}
+        self._agents = AgentSessions(config, tokenizer, graders) if AGENT in used else None
         self._opened = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Environments:
         async with contextlib.AsyncExitStack() as opened:
-            for part in (self._sandboxes, self._web):
+            for part in (self._sandboxes, self._web, self._agents):
                 if part is not None:
                     await opened.enter_async_context(part)
             self._opened = opened.pop_all()
@@ -96,6 +100,8 @@ class Environments:
 
     def __call__(self, task: Task) -> Environment:
         environment = self._config.tasks.sources[task.source].environment
+        if self._agents is not None and environment == AGENT:
+            return self._agents.session(task)
         if environment not in self._conversations:
             return TaskEnvironment(task, self._graders, self._tokenizer)
         if self._web is not None and environment == WEB_PROJECT:

@@ -76,8 +76,9 @@ class TaskSourceConfig:
     size: int
     weight: float
     grader: str  # "" = the dataset's own
-    environment: Literal["", "python_tool", "code", "web_project"] = ""  # "" = one question, one answer
+    environment: Literal["", "python_tool", "code", "web_project", "agent"] = ""  # "" = one question, one answer
     partial_credit: bool = False  # rewards between 0 and 1 where the grader has them
+    agent: tuple[str, ...] = ()  # the command of environment "agent"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,8 @@ def check_source(name: str, source: TaskSourceConfig) -> None:
             f"{key}: dataset = {source.dataset!r} with environment = {source.environment!r}: the environment 'code' "
             f"and the datasets {' and '.join(CODE_DATASETS)} go together"
         )
+    if bool(source.agent) != (source.environment == "agent"):
+        raise ValueError(f"{key}.agent = {source.agent!r}: the environment 'agent' and the agent's command go together")
     if (source.dataset == WEB_DATASET) != (source.environment == WEB_ENVIRONMENT):
         raise ValueError(
             f"{key}: dataset = {source.dataset!r} with environment = {source.environment!r}: the environment "

@@ -338,8 +338,7 @@ def throughput(rates: dict[str, float]) -> dict[str, float]:
 
 def batch_scalars(run: Run, samples: Sequence[Sample], packed: PackedBatch) -> dict[str, float]:
     used, placement = packed.num_micro_batches, run.step.placement
-    piped = placement is not None and placement.layout.pp > 1
-    return ({"batch/bubble": bubble(placement.layout, placement.micro_batches)} if placement and piped else {}) | {
+    scalars = {
         "batch/tokens": float(tokens_of(samples)),
         "batch/samples": float(len(samples)),
         "batch/groups": float(len({s.group for s in samples})),
@@ -348,6 +347,9 @@ def batch_scalars(run: Run, samples: Sequence[Sample], packed: PackedBatch) -> d
         "batch/packing_fraction": packed.fill_rate,
         "batch/shared_fraction": packed.shared_fraction,
     }
+    if placement is not None and placement.layout.pp > 1:
+        scalars["batch/bubble"] = bubble(placement.layout, placement.micro_batches)
+    return scalars
 
 
 def refuse_unsupported(config: Config) -> None:

@@ -127,6 +127,7 @@ _LEARNING: tuple[Metric, ...] = (
     Metric("batch/rows", "rows", "packed rows", "rows"),
     Metric("batch/micro_batches", "micro-batches", "micro-batches of the update", "rows"),
     Metric("batch/packing_fraction", "fraction", "share of the packed positions that hold a token", "packing"),
+    Metric("batch/bubble", "fraction", "share of a pipeline's time that a stage waits; only with PP above 1"),
     Metric("batch/shared_fraction", "fraction", "share of the samples' tokens that prefix sharing saves", "packing"),
     Metric("train/moe/max_load", "1", "load of a layer's busiest expert over its mean, largest layer", "expert load"),
     Metric("train/moe/load_cv", "1", "deviation of the experts' load over its mean, mean of layers", "expert load"),
@@ -224,6 +225,9 @@ def _ledger_metrics() -> tuple[Metric, ...]:
         rows.append(Metric(f"ledger/{unit}_generated", unit, "sampled since the run began", unit))
         rows += [Metric(f"ledger/{unit}_{name}", unit, meaning, unit) for name, meaning in BINS.items()]
         rows.append(Metric(f"ledger/{unit}_failed_{{reason}}", unit, "failed for this reason", f"failed {unit}"))
+        if unit != "groups":
+            text = "of graded groups, ended by this"
+            rows.append(Metric(f"ledger/{unit}_ended_{{reason}}", unit, text, f"{unit} by what ended them"))
     for name in BINS:
         rows.append(
             Metric(f"ledger/tokens_{name}_age_{{age}}", "tokens", "of these, by age in updates", f"{name} by age")

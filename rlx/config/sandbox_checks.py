@@ -32,9 +32,9 @@ def sandbox_problems(config: Config) -> list[str]:
     if sandbox.kind == "daytona" and not sandbox.url.startswith(("http://", "https://")):
         problems.append(_said("url", sandbox.url, "kind 'daytona' needs the address of its service, https://..."))
     if sandbox.kind != "daytona" and sandbox.url:
-        problems.append(_said("url", sandbox.url, f"is of kind 'daytona', and sandbox.kind = {sandbox.kind!r}"))
+        problems.append(_said("url", sandbox.url, f"is of kind 'daytona', and config.sandbox.kind = {sandbox.kind!r}"))
     return problems
 
 
 def _said(key: str, value: Any, demand: str) -> str:
-    return f"sandbox.{key} = {value!r}: {demand}"
+    return f"config.sandbox.{key} = {value!r}: {demand}"

@@ -146,7 +146,7 @@ def _inside(place: tuple[Path, str], group: str) -> Path:
 
 def _unified(directory: Path) -> dict[str, Path]:
     """The controllers that groups under `directory` have, switched on where they are not and that is allowed."""
-    for controller in ("memory", "pids", "cpu"):
+    for controller in {"memory", "pids", "cpu"} - _words(directory / "cgroup.subtree_control"):
         with contextlib.suppress(OSError):  # not there, or the group has processes of its own: seen below
             (directory / "cgroup.subtree_control").write_text(f"+{controller}")
     on = _words(directory / "cgroup.subtree_control")

@@ -77,13 +77,13 @@ def scan(root: str, limits: SandboxLimits) -> Iterator[Entry]:
         yield entry
 
 
-def over_limit(root: str, limits: SandboxLimits) -> Limit | None:
+def over_limit(root: str, limits: SandboxLimits, more: int = 0) -> Limit | None:
+    """more: bytes that belong to the workspace and are not seen in it."""
     try:
-        for _ in scan(root, limits):
-            pass
+        used = more + sum(entry.blocks for entry in scan(root, limits))
     except OverLimit as over:
         return over.limit
-    return None
+    return Limit.DISK if used > limits.disk_bytes else None
 
 
 def entries(root: str, limits: SandboxLimits) -> list[Entry]:

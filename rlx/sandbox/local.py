@@ -235,7 +235,11 @@ class LocalSandbox:
             now = group.cpu_seconds() if group else None
             if now is not None and before is not None and now - before > limits.cpu_s:
                 return Limit.CPU
-            return None if in_memory else files.over_limit(self.workspace, limits)
+            return None if in_memory else files.over_limit(self.workspace, limits, deleted())
+
+        def deleted() -> int:
+            process = first()
+            return 0 if process is None else processes.deleted_bytes(process, os.stat(self.workspace).st_dev)
 
         def ended() -> Limit | None:
             if group and group.out_of_memory():

@@ -44,3 +44,29 @@ def bury(process: int) -> bool:
         return os.waitpid(process, os.WNOHANG)[0] == process
     except ChildProcessError:
         return True  # its first parent has waited for it
+
+
+def deleted_bytes(first: int, device: int) -> int:
+    """Bytes on a device of files that have no name any more and that processes of a PID namespace keep open.
+
+    first: a process of the namespace.
+    """
+    seen: dict[int, int] = {}
+    with contextlib.suppress(OSError):  # it ends
+        namespace = os.readlink(f"/proc/{first}/ns/pid")
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it ends, or is another user's
+                if os.readlink(f"/proc/{process}/ns/pid") == namespace:
+                    seen |= _deleted(f"/proc/{process}/fd", device)
+    return sum(seen.values())
+
+
+def _deleted(opened: str, device: int) -> dict[int, int]:
+    """Inode -> bytes."""
+    found = {}
+    for file in os.listdir(opened):
+        with contextlib.suppress(OSError):
+            status = os.stat(f"{opened}/{file}")
+            if status.st_nlink == 0 and status.st_dev == device:
+                found[status.st_ino] = status.st_blocks * 512
+    return found

@@ -1,4 +1,4 @@
-"""Signals: what an expert learned over its own base, as artefacts that are kept, checked and reused.
+"""Signals: what an expert learned over its own base, kept, checked and reused.
 
     rlx signal create --run=runs/proxy --to=signals/proxy [--alpha=1.0]
     rlx signal create --base=models/base --expert=runs/proxy/adapter --to=signals/proxy
@@ -7,6 +7,8 @@
     rlx signal verify signals/proxy                 are the models those that it was made of?
     rlx signal verify signals/proxy --config=RECIPE [--tasks=32]
                                                     and how large and sharp is it where the recipe's model goes?
+    rlx signal calibrate --config=configs/popd.py --lambdas=2,1,0.5 --updates=10
+                                                    short runs from the largest lambda down, until one is worse
 
 A target is trained with it by --config.frozen.signals="('signals/proxy',)" and objective.distill: docs/popd.md.
 """
@@ -161,6 +163,17 @@ def verify(path: str, rest: list[str]) -> dict[str, Any]:
     return result
 
 
+def calibrated(rest: list[str]) -> list[str]:
+    """Runs the search of `rlx.calibrate` and says what it found."""
+    from rlx.calibrate import described, search  # it trains
+
+    own = flags.FlagValues()
+    lams = flags.DEFINE_list("lambdas", ["2", "1.5", "1", "0.75", "0.5"], "to try, largest first", flag_values=own)
+    updates = flags.DEFINE_integer("updates", 10, "of each run", flag_values=own)
+    config = config_or_exit(["rlx signal calibrate", *rest], own, __doc__ or "")
+    return described(search(config, [float(lam) for lam in lams.value], updates.value))
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="rlx signal", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
@@ -177,13 +190,14 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument("--json", action="store_true", help="as JSON")
     checked = commands.add_parser("verify", help="check a signal, and measure it with --config=RECIPE")
     checked.add_argument("signal")
+    commands.add_parser("calibrate", help="search lambda by short runs of --config=RECIPE")
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
     """`rlx signal`: 0 when done, 1 for a signal or model that is refused."""
     words, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    if rest and words.command != "verify":
+    if rest and words.command not in ("verify", "calibrate"):
         print(f"rlx signal {words.command}: {rest[0]!r}: unexpected", file=sys.stderr)
         return 2
     match words.command:
@@ -196,6 +210,8 @@ def main(argv: list[str] | None = None) -> int:
         case "show":
             signal = read_signal(words.signal)
             print(encode(dataclasses.asdict(signal), indent=2) if words.json else "\n".join(described(signal)))
+        case "calibrate":
+            print("\n".join(calibrated(rest)))
         case "verify":
             result = verify(words.signal, rest)
             print(f"{words.signal}: base, expert and tokenizer are those that it was made of")

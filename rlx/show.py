@@ -143,6 +143,8 @@ def ledger(view: RunView) -> RenderableType | None:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[1] != "0" or cells[3] != "0" or cells[0] == "generated":
             table.add_row(*cells, style="bold" if cells[0] == "generated" else "")
+    for reason, count in sorted(view.ledger.ended.items()):
+        table.add_row(f"ended by {reason}", f"{count.tokens:,}", "", f"{count.samples:,}", "", style="dim")
     return table
 
 

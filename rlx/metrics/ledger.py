@@ -65,11 +65,17 @@ class Ledger:
         self._bins: dict[str, Count] = {}
         self._ages: dict[str, list[int]] = {}  # tokens by AGE_BINS
         self._lengths: dict[str, list[int]] = {}  # samples by LENGTH_BINS
+        self._ended: dict[str, Count] = {}  # by what ended them
 
     @property
     def total(self) -> Count:
         """Everything that was generated."""
         return self._generated
+
+    @property
+    def ended(self) -> Mapping[str, Count]:
+        """Tokens and samples of the graded groups by what ended them: a `StopReason`, such as "session_limit"."""
+        return dict(self._ended)
 
     def __getitem__(self, name: str) -> Count:
         """What a bin holds; `failed` holds the sum of its reasons."""
@@ -132,6 +138,10 @@ class Ledger:
             _add(self._ages, target, AGE_BINS, (ages or {}).items())
             _add(self._lengths, target, LENGTH_BINS, ((length, 1) for length in lengths or ()))
 
+    def book_end(self, reason: str, tokens: int, samples: int) -> None:
+        """Books what ended samples, beside the bin that they are in. Raises LedgerError for a number that is none."""
+        self._ended[reason] = self._ended.get(reason, Count()).plus(_count(tokens, samples, 0))
+
     def book_lost(self, *known: Count) -> Count:
         """After a resume: books as `lost` what the dead process had generated beyond what this ledger has.
 
@@ -170,6 +180,7 @@ class Ledger:
             "bins": {name: list(count) for name, count in self._bins.items()},
             "tokens_by_age": {name: list(row) for name, row in self._ages.items()},
             "samples_by_length": {name: list(row) for name, row in self._lengths.items()},
+            "ended": {reason: list(count) for reason, count in self._ended.items()},
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -184,11 +195,12 @@ class Ledger:
         # A ledger written before ages and lengths were counted has none.
         restored._ages = {name: list(row) for name, row in state.get("tokens_by_age", {}).items()}
         restored._lengths = {name: list(row) for name, row in state.get("samples_by_length", {}).items()}
+        restored._ended = {reason: Count(*count) for reason, count in state.get("ended", {}).items()}
         for name in (*restored._bins, *restored._ages, *restored._lengths):
             _check_bin(name)
         restored.check()
         self._generated, self._bins = restored._generated, restored._bins
-        self._ages, self._lengths = restored._ages, restored._lengths
+        self._ages, self._lengths, self._ended = restored._ages, restored._lengths, restored._ended
 
     def scalars(self) -> dict[str, float]:
         """Metrics of the group `ledger/`; `trained_share` only once a token has reached an end."""
@@ -203,6 +215,8 @@ class Ledger:
             for name, row in _by_bin(table).items():
                 found = zip(bin_labels(edges), row)
                 values |= {f"ledger/{kind}_{name}_{what}_{label}": float(n) for label, n in found if n}
+        for reason, count in self._ended.items():
+            values |= {f"ledger/{unit}_ended_{reason}": float(count[i]) for i, unit in enumerate(("tokens", "samples"))}
         ended = self._generated.tokens - sum(self[name].tokens for name in (*OPEN_BINS, "evaluated"))
         if ended:
             values["ledger/trained_share"] = self["trained"].tokens / ended
@@ -221,8 +235,11 @@ class Ledger:
         return "\n".join(lines)
 
     def profile(self) -> str:
-        """Markdown: tokens of the final bins by age, samples by length; empty where nothing was said of either."""
+        """Markdown: tokens of final bins by age, samples by length and by what ended them, as far as it was said."""
         parts = []
+        if self._ended:
+            rows = [f"| {reason} | {c.tokens:,} | {c.samples:,} |" for reason, c in sorted(self._ended.items())]
+            parts += ["| ended by | tokens | samples |", "|:--|--:|--:|", *rows, ""]
         for title, table, edges in (
             ("tokens by age in updates", self._ages, AGE_BINS),
             ("samples by written tokens", self._lengths, LENGTH_BINS),

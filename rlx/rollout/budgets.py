@@ -31,6 +31,8 @@ class Books(Protocol):
         lengths: Sequence[int] | None = None,
     ) -> None: ...
 
+    def book_end(self, reason: str, tokens: int, samples: int) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Budgets:

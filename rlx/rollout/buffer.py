@@ -86,6 +86,8 @@ class Buffer:
 
         version: what engines are to serve now, for the ages of what failed.
         """
+        for sample in group.samples:
+            self.books.book_end(sample.stop_reason.value, sample.num_written, 1)
         held = count(graded(group).samples)
         for i, (name, samples) in enumerate(ungraded(group).items()):
             self._move("in_flight", samples, name, version, int(i == 0 and not held.samples))

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": ("rlx.serve", "an OpenAI-compatible endpoint that records sessions of outside agents"),
     "engines": ("rlx.engines", "SGLang servers of this machine: up, status, down"),
     "edge": ("rlx.edge", "tasks that the policy sometimes passes, and a split of them"),
+    "cuts": ("rlx.cuts", "record, verify and list where steps of a task begin: sessions can start there"),
     "diff": ("rlx.diff", "two configurations: what must change, be searched again, or stay"),
     "sweep": ("rlx.sweep", "runs over the values of some settings, with seeds"),
     "compare": ("rlx.compare", "runs beside one another, also of other stacks: a page, tables, PNGs"),
@@ -37,7 +38,7 @@ COMMANDS = {
 }
 # These take words of their own, the others a recipe.
 WITHOUT_RECIPE = (
-    *("audit", "signal", "engines", "diff", "compare", "agree", "show", "tensorboard", "chat", "verify-model"),
+    *("audit", "signal", "engines", "cuts", "diff", "compare", "agree", "show", "tensorboard", "chat", "verify-model"),
 )
 # And these nothing but a recipe: what is wrong with it is said at once, before jax and the rest are imported.
 RECIPE_ONLY = ("train", "sft", "evaluate")

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlx.config.schema import Config
 from rlx.envs.browser import Chromium
 from rlx.envs.conversation import Conversation
-from rlx.envs.web_project import Project, WebProject, Workshop
+from rlx.envs.web_project import Project, WebProject, Workshop, project_task
 from rlx.envs.web_tasks import ENVIRONMENT, WebTasks
 from rlx.rollout.cuts import Cut, CutRefused, CutSession, CutStore
 from rlx.rollout.session import Environment
@@ -39,6 +39,9 @@ class WebSessions:
 
     async def __aexit__(self, *exception: object) -> None:
         await self._browser.__aexit__(*exception)
+
+    def project(self, task: Task) -> Project:
+        return self._shops[task.source].projects[task.metadata["project"]]
 
     def env(self, task: Task) -> WebProject:
         return WebProject(task, self._shops[task.source], partial_credit=self._partial[task.source])
@@ -79,6 +82,13 @@ def fingerprint(conversation: Conversation) -> str:
     vocabulary = sorted(chat.tokenizer.get_vocab().items())
     rendered = (conversation.opening("question").tolist(), conversation.before, conversation.after, conversation.form)
     return hashlib.sha256(repr((vocabulary, rendered)).encode()).hexdigest()
+
+
+def whole_tasks(config: Config) -> list[Task]:
+    """Every project of the recipe's sources from its first step to its last."""
+    return [
+        project_task(name, project) for name, projects in _projects(config).items() for project in projects.values()
+    ]
 
 
 def _projects(config: Config) -> dict[str, dict[str, Project]]:

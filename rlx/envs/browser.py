@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import shutil
 import stat
 import tempfile
@@ -60,6 +61,8 @@ class Chromium:
 
     async def __aenter__(self) -> Chromium:
         find_browser()
+        if importlib.util.find_spec("playwright") is None:
+            raise BrowserMissing("playwright, which drives the browser, is not installed: pip install 'rlx[web]'")
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -1,14 +1,26 @@
 """The web projects of the repository: references pass all checks, every step has something to do; sites and graders."""
 
 import asyncio
+import contextlib
 
 import pytest
 
+from rlx.envs.browser import BrowserBroken
+from rlx.envs.env import ToolCall
+from rlx.envs.grading import Outcome
+from rlx.envs.web_checks import Answer, Asked, Check
 from rlx.envs.web_project import (
+    Project,
+    ProjectStep,
+    WebProject,
     check_steps,
+    project_task,
+    read_project,
     read_projects,
+    tasks_of,
 )
-from tests.workshop import tar, workshop
+from rlx.envs.web_site import site_of
+from tests.workshop import sandboxes, tar, workshop
 
 PROJECTS = {project.name: project for project in read_projects()}
 
@@ -30,3 +42,167 @@ def test_references_pass_everything_and_no_step_is_done_before_it_is_begun(some)
                     assert failed(undone), f"{project.name}: step {k + 1} asks for nothing"
 
     asyncio.run(main())
+
+
+SMALL = Project(
+    "small",
+    {"index.html": "<h1 id='a'>One</h1>"},
+    (
+        ProjectStep("Write two.", (Check("two", (("open", "/"),), (("text", "#a", "Two"),)),), {}),
+        ProjectStep(
+            "Write three.",
+            (
+                Check("three", (("open", "/"),), (("contains", "#a", "Two"), ("text", "#b", "Three"))),
+                Check("no forgery", (("open", "/"),), (("count", ".nothing", 0),)),
+            ),
+            {},
+        ),
+    ),
+)
+TWO, THREE = "<h1 id='a'>Two</h1>", "<h1 id='a'>Two</h1><p id='b'>Three</p>"
+
+
+def session(*actions, project=SMALL, partial_credit=True, kind="bubblewrap", break_browser=False):
+    """(what each action was told, the grade) of a session."""
+
+    async def main():
+        async with workshop(project, kind=kind) as shop:
+            env = WebProject(project_task("web", project), shop, partial_credit=partial_credit)
+            try:
+                told = [await env.reset()]
+                told += [(await env.step(action)).observation for action in actions]
+                if break_browser:
+                    shop.browser.page = broken
+                return told, await env.grade()
+            finally:
+                await env.close()
+
+    return asyncio.run(main())
+
+
+@contextlib.asynccontextmanager
+async def broken(serve):
+    raise BrowserBroken("it fell over")
+    yield
+
+
+def call(tool, **arguments):
+    return ToolCall(tool, arguments)
+
+
+@pytest.mark.slow
+def test_a_session_edits_files_runs_commands_and_goes_from_step_to_step():
+    told, grade = session(
+        call("list_files"),
+        call("read_file", path="index.html"),
+        call("replace", path="index.html", old="One", new="Two"),
+        call("replace", path="index.html", old="One", new="Two"),
+        "Done.",
+        call("run", command="cat index.html; echo oops >&2; exit 3"),
+        call("write_file", path="index.html", content=THREE),
+        call("read_file", path="../secret"),
+        call("read_file", path="missing.txt"),
+    )
+    assert "Step 1: Write two." in told[0]
+    assert "Files: index.html" in told[0]
+    assert told[1:3] == ["index.html", "<h1 id='a'>One</h1>"]
+    assert told[3] == "replaced in index.html"
+    assert told[4].startswith("error: the text occurs 0 times")
+    assert told[5] == "Step 2: Write three."
+    assert told[6].splitlines() == [TWO, "oops", "exit status 3"]
+    assert told[8].startswith("error: '../secret'")
+    assert told[9].startswith("error: there is no file")
+    assert (grade.reward, grade.outcome, grade.extracted) == (1.0, Outcome.GRADED, "3 of 3 checks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial_credit, reward", [(True, 2 / 3), (False, 0.0)])
+def test_work_so_far_has_its_share_of_the_checks(partial_credit, reward):
+    _, grade = session(call("write_file", path="index.html", content=TWO), partial_credit=partial_credit)
+    assert grade.reward == pytest.approx(reward)
+    assert grade.detail.startswith("three: text #b: expected 'Three'")
+
+
+@pytest.mark.slow
+def test_a_page_cannot_forge_its_checks_or_stop_them():
+    forged = """<h1 id='a'>One</h1><script>
+      document.querySelector = () => ({ innerText: "Two", textContent: "Two" });
+      Object.defineProperty(HTMLElement.prototype, "innerText", { get: () => "Two" });
+      Object.defineProperty(Node.prototype, "textContent", { get: () => "Two" });
+      fetch("http://example.com/").catch(() => 0); open("/other");
+    </script>"""
+    _, grade = session(call("write_file", path="index.html", content=forged))
+    assert grade.reward == pytest.approx(1 / 3)
+    endless = f"{THREE}<script>setTimeout(() => {{ for (;;); }}, 0)</script>"
+    _, grade = session(call("write_file", path="index.html", content=endless))
+    assert grade.outcome is Outcome.GRADED
+
+
+@pytest.mark.slow
+def test_a_browser_that_fails_is_no_verdict():
+    _, grade = session(break_browser=True)
+    assert (grade.reward, grade.outcome, grade.detail) == (0.0, Outcome.ERROR, "BrowserBroken: it fell over")
+
+
+def site(files, *asked, kind="subprocess"):
+    """The answers of the site in a workspace."""
+
+    async def main():
+        async with sandboxes(kind) as opened, site_of(tar(files), opened) as served:
+            return [await served.respond(Asked("GET", path, {}, b"")) for path in asked]
+
+    return asyncio.run(main())
+
+
+def test_files_are_a_site():
+    index, script, missing = site({"index.html": b"<p>", "a/app.js": b"1"}, "/?q=1", "/a/app.js", "/no")
+    assert index == Answer(200, {"Content-Type": "text/html; charset=utf-8"}, b"<p>")
+    assert script.headers["Content-Type"].startswith("text/javascript")
+    assert missing.status == 404
+
+
+SERVERS = {
+    "ends at once": "import sys; sys.exit('no')",
+    "says nonsense": "import os, socket\ns = socket.create_server(('127.0.0.1', int(os.environ['PORT'])))\n"
+    "while True:\n    c, _ = s.accept(); c.sendall(b'nonsense'); c.close()",
+    "writes the relay's files": "import glob, os, time\nwhile True:\n    time.sleep(0.01)\n"
+    "    for d in glob.glob('.relay-*'):\n        open(d + '/said-0', 'w').write('[]')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
+def test_a_server_that_does_wrong_is_answered_for(server):
+    [answer] = site({"server.py": server.encode()}, "/", kind="bubblewrap")
+    assert answer.status == 502
+
+
+def test_projects_are_a_dozen_with_dependent_steps_and_distinct_tasks():
+    assert len(PROJECTS) >= 12
+    assert all(len(project.steps) >= 2 for project in PROJECTS.values())
+    assert any("server.py" in project.start for project in PROJECTS.values())
+    tasks = tasks_of("web", list(PROJECTS.values()))
+    assert len({task.question for task in tasks}) == len(tasks)
+    for task in tasks:
+        said = f"{task.question} {task.metadata}"
+        checks = [check for step in PROJECTS[task.metadata["project"]].steps for check in step.checks]
+        assert not any(check.name in said and len(check.name) > 12 for check in checks), "checks are hidden"
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("start = {}", "no web project"),
+        ("[[step]]\ninstruction = 'x'\ncheck = [{name = 'a', expect = [['glows', '#a']]}]\n[start]", "'glows', '#a'"),
+        ("[[step]]\ninstruction = 'x'\ncheck = [{name = 'a', expect = [['text', '#a']]}]\n[start]", "no expectation"),
+        (
+            "[[step]]\ninstruction = 'x'\ncheck = [{name = 'a', do = [['title', 'b']], expect = []}]\n[start]",
+            "no action",
+        ),
+    ],
+)
+def test_files_that_are_no_projects_are_refused(tmp_path, text, said):
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_project(file)

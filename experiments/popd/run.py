@@ -58,7 +58,13 @@ FIRST: tuple[Line, ...] = (
     *(popd(f"P-OPD small lambda {lam:g}", ("small",), lam) for lam in LAMBDAS["small"]),
     popd("two hops mid to small", ("hop",), HOP_LAM),
 )
+LONG, FEW = ("learner.updates", "60"), ("rollout.tasks_per_update", "2")
+# Added when the first seed of FIRST had shown that nothing collapses in 20 updates, and that RL is as fast.
 THEN: tuple[Line, ...] = (
+    popd("P-OPD small lambda 0.05, 60 updates", ("small",), 0.05, LONG),
+    popd("P-OPD mid lambda 0.05, 60 updates", ("mid",), 0.05, LONG),
+    Line("direct RL, 2 tasks an update", RL, (), (FEW,)),
+    popd("P-OPD mid lambda 0.05, 2 tasks an update", ("mid",), 0.05, FEW),
     Line("OPD small", OPD, ("small",)),
     popd("vote of mid and small", ("mid", "small"), 1.0, ("objective.distill.combine", "vote")),
     popd("mean of mid and small", ("mid", "small"), 1.0),

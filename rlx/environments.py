@@ -122,6 +122,10 @@ class Environments:
         assert self._sandboxes is not None  # there is a source with sessions of several turns
         return await self._sandboxes.open(files=files)
 
+    @property
+    def open_sandboxes(self) -> int:
+        return 0 if self._sandboxes is None else self._sandboxes.open_now
+
     def describe(self) -> dict[str, Any]:
         """What protects this machine from programs; {} where none are run."""
         return {} if self._sandboxes is None else self._sandboxes.describe()

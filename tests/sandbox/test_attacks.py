@@ -14,7 +14,8 @@ import pytest
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox.base import Execution
 from rlx.sandbox.local import LocalSandbox, LocalSandboxes
-from tests.sandbox.attacks import ATTACKS, Attack
+from tests.sandbox.attack import Attack
+from tests.sandbox.attacks import ATTACKS
 
 SECRET = "the-other-session's-secret-4711"
 LIMITS = SandboxLimits(

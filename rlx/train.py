@@ -62,8 +62,7 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
       TrainingStopped: see there. Further errors: `rlx.run.open_training`.
     """
     refuse_unsupported(config)
-    done = finished(config)
-    if done is not None:
+    if (done := finished(config)) is not None:
         return done
     with open_training(config, peers) as run:
         # Gives the last moment that a resumed run may continue from; until the first update it starts anew.
@@ -72,9 +71,8 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
             # ------------------------------------------------ before: the base model, a cold start
             if whole is None:
                 examples = sft_examples(config, run.model, run.held_out)  # a wrong file must not cost an evaluation
-                run.recorder.progress.message(
-                    f"{run.directory}: {config.learner.updates} updates; the first ones compile"
-                )
+                updates = config.learner.updates
+                run.recorder.progress.message(f"{run.directory}: {updates} updates; the first ones compile")
                 measure(run, "base")
                 if examples:
                     cold_start(run, examples)
@@ -96,8 +94,7 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
                         stop_where_collapsed(run)
                     compiled = run.compilations.count
                     batch = rollout(run, feed)
-                    # Nothing interrupts from here to the next whole moment: the state is that of the next update
-                    # already.
+                    # Nothing interrupts from here to the next whole moment: the state is the next update's already.
                     whole, version = None, run.version
                     packed = select(run, batch)
                     scores = score_shown(run, batch.groups)

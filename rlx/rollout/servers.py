@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ LOG_LINES = 20  # of a server that failed, in the message
 LOG_BYTES = 1 << 16  # from the end of its log, in which they are looked for
 STOP_S = 20.0  # for a server to end by itself after SIGTERM
 POLL_S = 0.25
+FIRST_PORT = 10_000
+PORTS_TRIED = 100
+LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of the connections of this machine, first and last
 
 # What a server on a CPU needs beside its model; a later argument of the same name wins.
 CPU_ARGUMENTS = (
@@ -194,10 +198,16 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens on now, and that no connection of this machine is given while a server starts.
+
+    Raises ServerFailed where there seems to be none.
+    """
+    given = int(LOCAL_PORTS.read_text().split()[0])
+    ports = range(FIRST_PORT, max(given, FIRST_PORT + PORTS_TRIED))
+    for port in random.SystemRandom().sample(ports, PORTS_TRIED):
+        if is_free(host, port):
+            return port
+    raise ServerFailed(f"{PORTS_TRIED} ports of {host} between {ports[0]} and {ports[-1]} are taken; name free ones")
 
 
 def last_lines(log: Path, count: int = LOG_LINES) -> str:

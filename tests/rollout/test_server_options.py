@@ -25,6 +25,7 @@ def make(tmp_path, *, layers: list[str] | None = None, **changes):
     (tmp_path / "config.json").write_text(json.dumps({"layer_types": layers} if layers else {}))
     c = quickstart_sglang.get_config()
     c.model.path = str(tmp_path)
+    c.producer.engine_admission, c.inference.radix_cache = 0, "auto"  # the profile's
     for key, value in changes.items():
         section, _, name = key.rpartition("__")
         c[section or "inference"][name] = value

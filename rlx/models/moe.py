@@ -16,7 +16,7 @@ from rlx.models import mlp
 from rlx.models.description import Architecture, Experts, Mlp, Params, ParamSpec, Router
 from rlx.models.layers import KEPT, rms_norm, wide
 from rlx.models.weights import Weights, linear_spec, project
-from rlx.parallel import expert
+from rlx.parallel import expert, pipeline
 from rlx.parallel.mesh import Placement
 
 
@@ -196,7 +196,7 @@ def _exchanged(
 
 def joined(routing: Routing) -> Routing:
     """Of micro-batches, [layers, micro-batches, ...], as of their rows together; the losses are means."""
-    rows = lambda x: x.reshape(len(x), -1, *x.shape[3:])  # noqa: E731
+    rows = jax.vmap(pipeline.joined)
     return Routing(
         choices=rows(routing.choices),
         weights=rows(routing.weights),

@@ -16,6 +16,7 @@ from rlx.models import residual_bank
 from rlx.models.description import Architecture, Params, ParamSpec
 from rlx.models.residual_bank import Bank
 from rlx.models.weights import Weights
+from rlx.parallel import pipeline
 from rlx.parallel.mesh import Placement
 
 Stream = Array | Bank
@@ -64,7 +65,7 @@ def placed(placement: Placement, stream: Stream) -> Stream:
 
 def split(stream: Stream, parts: int) -> Stream:
     """Its rows cut into micro-batches; every leaf leads with them."""
-    cut = lambda x: x.reshape(parts, -1, *x.shape[1:])  # noqa: E731
+    cut = lambda x: pipeline.split(x, parts)  # noqa: E731
     if not isinstance(stream, Bank):
         return cut(stream)
     snapshots = jnp.moveaxis(jax.vmap(cut)(stream.snapshots), 1, 0)
@@ -73,7 +74,7 @@ def split(stream: Stream, parts: int) -> Stream:
 
 def joined(stream: Stream) -> Stream:
     """`split` undone."""
-    whole = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    whole = pipeline.joined
     if not isinstance(stream, Bank):
         return whole(stream)
     return Bank(jax.vmap(whole)(jnp.moveaxis(stream.snapshots, 1, 0)), stream.count[0], whole(stream.stream))

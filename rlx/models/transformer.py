@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from rlx.models import mlp, moe, residual
@@ -145,8 +146,7 @@ def forward_routed(
     routes: expert choices to replay, of `arch.expert_layers`; negative where the router is to choose.
     """
     rows = packed_rows(arch, positions, segment_ids, prefix_ids, placement)
-    embedded = params["embed"][tokens]
-    stream = residual.start(arch, embedded if placement is None else placement.rows(embedded))
+    stream = residual.start(arch, _embedded(params, tokens, placement))
     routings: list[tuple[tuple[int, ...], Routing]] = []
     for group in group_slots(arch):
         repeats = len(group[0].numbers)
@@ -161,6 +161,13 @@ def forward_routed(
         routings += [(slot.numbers, routing) for slot, routing in zip(group, made, strict=True) if routing is not None]
     hidden = residual.finish(arch, params, stream)
     return normalise(arch.norm, hidden, params["final_norm"], arch.rms_norm_eps), _in_order(routings)
+
+
+def _embedded(params: Params, tokens: Int[Array, "rows t"], placement: Placement | None) -> Float[Array, "rows t d"]:
+    if placement is None:
+        return params["embed"][tokens]
+    # Whole over dp first: looked up in columns the result would be cut by columns, and move to its rows from there.
+    return placement.rows(placement.cut(params["embed"], PartitionSpec("tp"))[tokens])
 
 
 def _slot_inputs(arch: Architecture, slot: Slot, params: Params, adapter: Params, routes: Array | None) -> tuple:
@@ -218,7 +225,7 @@ def _piped(
     if any(choices is not None for choices in replayed):
         raise ValueError("replayed expert choices in a pipeline are not supported: set PP to 1 or record no routes")
     bare = tuple((*own, None) for own in zip(*weights, strict=True))
-    cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
+    cut = jax.tree.map(lambda x: pipeline.split(x, parts), rows)
     carry, made = pipeline.run(placement, step, cut, residual.split(stream, parts), bare, repeats)
     return residual.joined(carry), tuple(routing and moe.joined(routing) for routing in made)
 

@@ -25,6 +25,17 @@ from rlx.parallel.mesh import Placement
 Step = Callable[[PyTree[Array], PyTree[Array], PyTree[Array]], tuple[PyTree[Array], Any]]
 
 
+def split(x: Array, parts: int) -> Array:
+    """[rows, ...] as [parts, rows of each, ...]: a part has rows from everywhere, so that rows which are cut over dp
+    stay where they are."""
+    return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
+
+
+def joined(x: Array) -> Array:
+    """`split` undone."""
+    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
 def run(
     placement: Placement,
     step: Step,

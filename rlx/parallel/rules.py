@@ -2,14 +2,15 @@
 
 Tensor parallelism is Megatron's (arXiv 1909.08053): a column-parallel product into heads or MLP width, a row-parallel
 one out of it, the vocabulary cut for embedding and head. What an axis leaves whole is cut over dp (ZeRO, arXiv
-1910.02054): base weights, adapters and the optimizer's state alike, gathered where they are used.
+1910.02054): base weights, adapters and the optimizer's state alike, gathered where they are used. Stacks of layers that
+a pipeline's stages do not divide are cut over pp in the same way, and dealt out to the stages in the program.
 """
 
 from __future__ import annotations
 
 from jax.sharding import PartitionSpec
 
-from rlx.parallel.layout import Divisible, Layout
+from rlx.parallel.layout import Axis, Divisible, Layout
 
 # Cut over tp wherever TP divides the model's sizes, which `layout.check` has seen to.
 TENSOR = frozenset({"vocab", "heads", "heads_value", "heads_key_value", "mlp", "shared_mlp"})
@@ -23,11 +24,14 @@ def partition(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout, siz
     cut: list[str | tuple[str, ...] | None] = [
         _axis(name, size, layout, sizes) for name, size in zip(axes, shape, strict=True)
     ]
-    if layout.dp > 1 and "dp" not in axes_of(PartitionSpec(*cut)):
+    over: list[Axis] = ["dp"] if layout.dp > 1 and "dp" not in axes_of(PartitionSpec(*cut)) else []
+    staged = next((size for name, size in zip(axes, shape, strict=True) if name == "layer"), 0) >= layout.pp > 1
+    over += ["pp"] if staged and "pp" not in axes_of(PartitionSpec(*cut)) else []
+    for axis in over:
         free = [i for name in ZERO for i, own in enumerate(axes) if own == name and cut[i] is None]
-        dimension = next((i for i in free if shape[i] % layout.dp == 0), None)
+        dimension = next((i for i in free if shape[i] % layout.size(axis) == 0), None)
         if dimension is not None:
-            cut[dimension] = "dp"
+            cut[dimension] = axis
     return PartitionSpec(*cut)
 
 

@@ -20,7 +20,7 @@ from rlx.config import recipe
 from rlx.config.parse import parse, to_dict
 from rlx.config.schema import Config
 from rlx.metrics.jsonl import encode, read_json
-from rlx.plan import plan
+from rlx.plan import count
 from rlx.proxy.diff import Side, report
 
 EXIT_OTHER_ALGORITHM = 3
@@ -43,7 +43,7 @@ def counted(name: str, config: Config) -> Side:
     label = Path(name.partition(":")[0]).stem + "".join(name.partition(":")[1:])
     tree: Mapping[str, Any] = to_dict(config)
     try:
-        found = plan(config)
+        found = count(config)
     except (OSError, ValueError) as error:
         return Side(label, tree, uncounted=str(error))
     return Side(label, tree, found.total_parameters, found.trainable_parameters)

@@ -1,8 +1,10 @@
-"""What a model has to train before hardware is asked for: parameters in all, trainable ones and their share.
+"""What a recipe needs before hardware is asked for: parameters, memory of a device, FLOPs, bytes over links, seconds.
 
     rlx plan --config=configs/k31_target.py
-    rlx plan --config=configs/full_size.py:kimi_k2 --config.lora.targets="('self_attn.*',)" --json
-Counted from the description alone: config.model.path needs a config.json and no weights.
+    rlx plan --config=configs/full_size.py:kimi_k2 --config.plan.device=B300 \
+        --config.cluster.trainer_layout="TP8 PP4 EP8" --json
+Counted from the description alone: config.model.path needs a config.json and no weights. docs/plan.md says what is
+counted, what is estimated, and how far off it was.
 """
 
 from __future__ import annotations
@@ -25,10 +27,18 @@ from rlx.models.description import Architecture, Experts, ParamSpec, slots
 from rlx.models.hf_config import read_config
 from rlx.models.lora import adapter_specs
 from rlx.models.spec import count_parameters, layer_specs
+from rlx.parallel.layout import LayoutError
+from rlx.planning import engine, report
+from rlx.planning.case import Case, case_of
+from rlx.planning.costs import Costs, costs
+from rlx.planning.estimate import Memory, memory
+from rlx.planning.hardware import DEVICES, Device
+from rlx.planning.memory import held
+from rlx.planning.search import Change, changes
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Counts:
     total_parameters: int  # of the language model, without the adapter
     trainable_parameters: int  # of the adapter, or all
     active_parameters: int  # that a token passes through, the output head left out
@@ -39,12 +49,43 @@ class Plan:
         return self.trainable_parameters / self.total_parameters
 
 
-def plan(config: Config) -> Plan:
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    counts: Counts
+    case: Case
+    device: Device
+    memory: Memory
+    costs: Costs
+    cache: engine.Cache
+    changes: list[Change]  # that would make it fit, where it does not
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.device.usable
+
+
+def count(config: Config) -> Counts:
     """Raises ValueError or OSError where config.model.path cannot be read, or has no such layers as lora.targets."""
     arch = read_config(config.model.path)
     total = count_parameters(arch)
     adapted = adapter_parameters(arch, config) if config.lora.rank else {}
-    return Plan(total, sum(adapted.values()) if config.lora.rank else total, active_parameters(arch), adapted)
+    return Counts(total, sum(adapted.values()) if config.lora.rank else total, active_parameters(arch), adapted)
+
+
+def plan(config: Config) -> Plan:
+    """Raises ValueError (LayoutError for a layout that the model or a batch does not allow) or OSError."""
+    arch = read_config(config.model.path)
+    case, device = case_of(config, arch).checked(), DEVICES[config.plan.device]
+    state, served = engine.embedded(config, arch)
+    return Plan(
+        counts=count(config),
+        case=case,
+        device=device,
+        memory=memory(case, engine=state, served=served),
+        costs=costs(case, device, held(case)),
+        cache=engine.cache(arch, config.model.dtype),
+        changes=changes(case, device, state, served),
+    )
 
 
 def adapter_parameters(arch: Architecture, config: Config) -> dict[str, int]:
@@ -72,44 +113,55 @@ def _size(spec: ParamSpec) -> int:
     return math.prod(spec.shape)
 
 
-def lines(config: Config, found: Plan) -> list[str]:
+def lines(found: Plan) -> list[str]:
     """For people."""
-    arch = read_config(config.model.path)
-    rank = config.lora.rank
-    total, active = (_short(n) for n in (found.total_parameters, found.active_parameters))
-    said = [
-        f"{config.model.path}: {arch.model_type}, {arch.num_layers} layers, {total} parameters, {active} of them "
-        "active for a token, the output head left out",
-        f"trainable: {_short(found.trainable_parameters)}, {found.trainable_share:.2%} of it"
-        + (f" (LoRA of rank {rank}, routed experts {config.lora.experts})" if rank else " (every parameter)"),
+    return [
+        *report.parameters(found.counts, found.case),
+        *report.memory_table(found.memory, found.device, found.case),
+        *report.fit(found.fits, found.changes, found.memory, found.device),
+        *report.cost_table(found.costs, found.device, found.case),
+        *report.engines(found.cache, found.case.config),
     ]
-    width = max((len(name) for name in found.adapted), default=0)
-    return said + [f"  {name:<{width}}  {_short(count):>9}" for name, count in sorted(found.adapted.items())]
-
-
-def _short(count: int) -> str:
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.4g}{unit}"
-    return str(count)
 
 
 def to_json(found: Plan) -> dict[str, Any]:
-    return dataclasses.asdict(found) | {"trainable_share": found.trainable_share}
+    case, spent = found.case, found.costs
+    return dataclasses.asdict(found.counts) | {
+        "trainable_share": found.counts.trainable_share,
+        "layout": str(case.layout),
+        "devices": case.layout.devices,
+        "device": found.device.name,
+        "bytes_per_device": found.memory._asdict(),
+        "bytes_in_all": found.memory.total,
+        "usable_bytes": found.device.usable,
+        "fits": found.fits,
+        "changes": [change._asdict() for change in found.changes],
+        "micro_batches": spent.micro_batches,
+        "flops": spent.flops,
+        "bytes_sent_per_device": spent.sent,
+        "links": spent.links,
+        "bubble": spent.bubble,
+        "seconds": spent.seconds,
+        "update_seconds": spent.update_seconds,
+        "mfu": spent.mfu(found.device, case.layout.devices, case.config.model.dtype),
+        "engine_bytes": found.cache._asdict(),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`rlx plan`: 0 when planned, 2 for a wrong configuration or a model that cannot be read."""
+    """`rlx plan`: 0 when planned, fitting or not; 2 for a wrong configuration or a model that cannot be read."""
     argv = sys.argv if argv is None else argv
     own = flags.FlagValues()
     as_json = flags.DEFINE_bool("json", False, "one line of JSON instead of text", flag_values=own)
     config = config_or_exit(argv, own, __doc__ or "", simulated=True)
     try:
         found = plan(config)
+    except LayoutError as error:
+        raise ConfigError(f"config.cluster.trainer_layout = {config.cluster.trainer_layout!r}: {error}") from error
     except (ValueError, OSError) as error:
         key = "" if str(error).startswith("lora.") else f"model.path = {config.model.path!r}: "
         raise ConfigError(f"config.{key}{error}") from error
-    print(json.dumps(to_json(found)) if as_json.value else "\n".join(lines(config, found)))
+    print(json.dumps(to_json(found)) if as_json.value else "\n".join(lines(found)))
     return 0
 
 

@@ -1,0 +1,122 @@
+"""What a plan is made of: a model, what is trained of it, a layout and a micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from rlx.assemble import head_size, remat, replayed_routes, trained_specs
+from rlx.config.schema import Config
+from rlx.models.description import Architecture, Params, ParamSpec, Slot, group_slots
+from rlx.models.placed import partitions, sizes_of
+from rlx.models.transformer import Remat
+from rlx.parallel.layout import Layout, check, micro_batches, parse_layout
+from rlx.parallel.rules import axes_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One update's program on one layout. Rows and tokens are those of a micro-batch, over all devices."""
+
+    config: Config
+    arch: Architecture
+    layout: Layout
+    remat: Remat
+    rows: int
+    tokens: int  # of a row
+    targets: int  # of a row
+    head: int  # the sampler's likeliest tokens at each target
+
+    @property
+    def parts(self) -> int:
+        """That a pipeline cuts the rows into."""
+        return micro_batches(self.layout, self.rows)
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.config.model.dtype).itemsize
+
+    @property
+    def rows_here(self) -> float:
+        """Rows that a device computes at once."""
+        return self.rows / self.layout.dp / self.parts
+
+    @property
+    def tokens_here(self) -> float:
+        """Of a row, on one device."""
+        return self.tokens / self.layout.cp
+
+    def checked(self) -> Case:
+        """Itself. Raises LayoutError where model or batch do not allow the layout, with the nearest that they do."""
+        check(self.layout, sizes_of(self.arch, self.tokens, self.rows))
+        return self
+
+
+def case_of(config: Config, arch: Architecture) -> Case:
+    """Raises LayoutError for a layout that cannot be read."""
+    learner, text = config.learner, config.cluster.trainer_layout
+    return Case(
+        config=config,
+        arch=arch,
+        layout=parse_layout(text) if text else Layout(),
+        remat=remat(config, arch),
+        rows=learner.micro_batch_rows,
+        tokens=learner.row_tokens,
+        targets=learner.row_targets or learner.row_tokens,
+        head=head_size(config),
+    )
+
+
+def share(part: PartitionSpec, layout: Layout) -> int:
+    """Devices that an array cut so is spread over; each holds one such part."""
+    return math.prod(layout.size(axis) for axis in axes_of(part))  # type: ignore[arg-type]
+
+
+def numbers_here(specs: Params, case: Case) -> int:
+    """Numbers that one device holds of the arrays of these specs."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    parts = structure.flatten_up_to(partitions(specs, case.arch, case.layout))
+    return sum(math.prod(spec.shape) // share(part, case.layout) for spec, part in zip(leaves, parts, strict=True))
+
+
+def trained(case: Case) -> Params:
+    return trained_specs(case.config, case.arch)
+
+
+def piped(case: Case, group: tuple[Slot, ...]) -> bool:
+    """Is this group of layers spread over stages? The others are computed by every stage."""
+    return 1 < case.layout.pp <= len(group[0].numbers)
+
+
+def repeats_here(case: Case, group: tuple[Slot, ...]) -> int:
+    """Repeats of a group's pattern that one device computes, padding of its stage included."""
+    repeats = len(group[0].numbers)
+    return -(-repeats // case.layout.pp) if piped(case, group) else repeats
+
+
+def groups(case: Case) -> list[tuple[Slot, ...]]:
+    return list(group_slots(case.arch))
+
+
+def batch_shapes(case: Case) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, sizes) of the arrays of a `rlx.learner.step.MicroBatch`, by name, those left out that are absent."""
+    of_tokens, of_targets = (case.rows, case.tokens), (case.rows, case.targets)
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        **dict.fromkeys(("tokens", "positions", "segment_ids", "prefix_ids"), ("int32", of_tokens)),
+        **dict.fromkeys(("source", "target_tokens", "sequences", "lengths", "ages"), ("int32", of_targets)),
+        **dict.fromkeys(("advantages", "sampler_logprobs"), ("float32", of_targets)),
+        "mask": ("bool", of_targets),
+        **dict.fromkeys(("num_targets", "num_sequences"), ("int32", ())),
+    }
+    if case.head:
+        shapes |= {
+            "head_ids": ("int32", (*of_targets, case.head)),
+            "head_logprobs": ("float32", (*of_targets, case.head)),
+        }
+    if (routes := replayed_routes(case.config, case.arch)) is not None:
+        shapes["routes"] = ("int32", (*of_tokens, *routes))
+    return shapes

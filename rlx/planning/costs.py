@@ -1,0 +1,223 @@
+"""What an update costs: FLOPs, bytes over each axis of the mesh, seconds.
+
+A product of [n, i] and [i, o] is 2 n i o FLOPs. Attention computes all of a row's scores, seen or not. Exchange and
+arithmetic are not assumed to overlap, so seconds are an upper estimate at the given efficiency. Collectives of n
+devices are counted as rings: (n - 1) / n of an array are sent by each device to gather or to scatter it, twice that to
+sum it everywhere (arXiv 1909.08053, section 3; arXiv 1910.02054, section 7).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from flax import traverse_util
+
+from rlx.models.description import (
+    Attention,
+    DeltaNet,
+    Experts,
+    KimiDelta,
+    LatentAttention,
+    Layer,
+    Mixer,
+)
+from rlx.models.spec import layer_specs, param_specs
+from rlx.parallel.layout import AXES, bubble
+from rlx.planning.case import Case, groups, numbers_here, piped, repeats_here, trained
+from rlx.planning.hardware import Device
+from rlx.planning.memory import WIDE, Held, stream_bytes
+
+
+class Flops(NamedTuple):
+    """Of one token through the model, forward."""
+
+    products: float  # with weights
+    attention: float  # scores and their sums, and delta rules
+    head: float  # of a target
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    micro_batches: int  # of an update
+    tokens: float  # of an update, padding of rows left out
+    flops: float  # of an update on all devices, what is recomputed included
+    useful_flops: float  # the same without recomputation: what MFU counts
+    sent: dict[str, float]  # bytes that a device sends over each axis in an update, by the mesh's axis and "ep"
+    links: dict[str, str]  # "nvlink" or "network", by the same names
+    bubble: float  # share of the pipeline's time that a stage waits
+    seconds: dict[str, float]  # of an update, by what they go to
+
+    @property
+    def update_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    def mfu(self, device: Device, devices: int, dtype: str) -> float:
+        """Model FLOPs utilisation (arXiv 2204.02311, appendix B)."""
+        return self.useful_flops / (self.update_seconds * devices * device.flops_of(dtype))
+
+
+def costs(case: Case, device: Device, stays: Held) -> Costs:
+    """`stays`: what the device holds, which the optimizer and every pass over weights read."""
+    config, layout = case.config, case.layout
+    sequences = config.rollout.tasks_per_update * config.rollout.group_size
+    tokens = float(sequences * (config.plan.sequence_tokens or case.tokens))
+    batches = math.ceil(tokens / (case.rows * case.tokens))
+    passes = _passes(case)
+    waits = bubble(layout, case.parts)
+    useful = _total(case, 2.0 if config.lora.rank else 3.0) * batches
+    sent = {name: size * batches for name, size in _sent(case, passes).items()}
+    links = {name: _link(case, name) for name in sent}
+    speed = {"nvlink": device.nvlink, "network": device.network}
+    # Weights are read once a pass and part of a pipeline's rows, however few tokens there are.
+    reading = batches * case.parts * passes * (stays.weights + stays.adapter) / device.bandwidth
+    rate = device.flops_of(config.model.dtype) * config.plan.efficiency
+    computing = batches * _on_busiest_device(case, passes) / rate
+    busy = max(computing, reading)
+    seconds = {
+        "products" if computing >= reading else "reading weights": busy,
+        "bubble": busy * waits / (1 - waits),
+        **{f"exchange over {name}": size / speed[links[name]] for name, size in sent.items() if size},
+        # Weights, gradients and two moments are read, three of them written.
+        "optimizer": 7 * (stays.optimizer / 2) / device.bandwidth,
+    }
+    return Costs(
+        micro_batches=batches,
+        tokens=tokens,
+        flops=_total(case, passes) * batches,
+        useful_flops=useful,
+        sent=sent,
+        links=links,
+        bubble=waits,
+        seconds=seconds,
+    )
+
+
+def _passes(case: Case) -> float:
+    """Products with weights by forward, backward and recomputation, in forward passes: the gradient of the input is
+    one, that of the weight, where it is trained, another."""
+    return 1.0 + (1.0 if case.config.lora.rank else 2.0) + (1.0 if case.remat == "layer" else 0.0)
+
+
+def layer_flops(case: Case, layer: Layer) -> tuple[float, float]:
+    """(products with weights, attention) of a token, forward."""
+    products = 0.0
+    for path, spec in traverse_util.flatten_dict(layer_specs(case.arch, layer)).items():
+        if path[:2] == ("mlp", "experts") and isinstance(layer.mlp, Experts):
+            products += 2 * math.prod(spec.shape) * layer.mlp.top_k / layer.mlp.count
+        elif path[-1] == "kernel":
+            products += 2 * math.prod(spec.shape)
+    return products, attention_flops(layer.mixer, case.tokens)
+
+
+def attention_flops(mixer: Mixer, tokens: int) -> float:
+    """Of one token: over all of its row; of a delta rule over its chunk of 64 tokens, and its state twice."""
+    match mixer:
+        case Attention():
+            return 4.0 * mixer.heads * mixer.head_dim * tokens
+        case LatentAttention():
+            return 2.0 * mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim) * tokens
+        case DeltaNet():
+            heads, key, value = mixer.value_heads, mixer.key_dim, mixer.value_dim
+        case KimiDelta():
+            heads, key, value = mixer.heads, mixer.head_dim, mixer.head_dim
+    return 2.0 * heads * (2 * 64 * (key + value) + 3 * key * value)
+
+
+def flops_of_token(case: Case) -> Flops:
+    each = [layer_flops(case, layer) for layer in case.arch.layers]
+    head = 2.0 * case.arch.hidden_size * case.arch.vocab_size
+    return Flops(sum(a for a, _ in each), sum(b for _, b in each), head)
+
+
+def _total(case: Case, passes: float) -> float:
+    """Of a micro-batch on all devices. Attention's backward pass is two and a half of its forward one, the head's
+    recomputes its logits."""
+    one, tokens, targets = flops_of_token(case), case.rows * case.tokens, case.rows * case.targets
+    recomputed = passes > (2.0 if case.config.lora.rank else 3.0)
+    attention = 3.5 + (1.0 if recomputed else 0.0)
+    head = 3.0 if case.config.lora.rank else 4.0
+    return tokens * (one.products * passes + one.attention * attention) + targets * one.head * head
+
+
+def _on_busiest_device(case: Case, passes: float) -> float:
+    """Of a micro-batch: layers outside of the pipeline are computed by every stage, delta rules over cp by every
+    device."""
+    layout, total = case.layout, 0.0
+    tokens = case.rows * case.tokens / (layout.dp * layout.cp * layout.tp)
+    for group in groups(case):
+        for slot in group:
+            products, attention = layer_flops(case, slot.layer)
+            again = layout.cp if isinstance(slot.layer.mixer, DeltaNet | KimiDelta) else 1
+            total += repeats_here(case, group) * (products * passes + attention * again * (passes + 1.5)) * tokens
+    head = flops_of_token(case).head * (3.0 if case.config.lora.rank else 4.0)
+    return total + head * case.rows * case.targets / layout.devices
+
+
+def _link(case: Case, name: str) -> str:
+    """Neighbours on the last axes share a machine as far as it reaches."""
+    axes = case.layout.expert_axes if name == "ep" else (name,)
+    inner = {axis: math.prod(case.layout.size(other) for other in AXES[AXES.index(axis) + 1 :]) for axis in AXES}
+    spans = max(inner[axis] * case.layout.size(axis) for axis in AXES if axis in axes)
+    return "nvlink" if spans <= case.config.cluster.gpus_per_node else "network"
+
+
+def _sent(case: Case, passes: float) -> dict[str, float]:
+    """Bytes that a device sends in a micro-batch, by axis."""
+    layout = case.layout
+    of = lambda n: (n - 1) / n  # noqa: E731
+    rows = case.rows / layout.dp * case.tokens / layout.cp  # tokens of a micro-batch on a device
+    d_stream = rows * case.arch.hidden_size * case.itemsize
+    layers = [(group, slot) for group in groups(case) for slot in group]
+    count = sum(repeats_here(case, group) for group, _ in layers)
+    own, forwards = numbers_here(trained(case), case) * WIDE, 2.0 if case.remat == "layer" else 1.0
+    sent = dict.fromkeys(AXES, 0.0)
+    # After each of a layer's two row-parallel products, and of the gradient before each column-parallel one.
+    sent["tp"] = 2 * of(layout.tp) * 2 * count * (forwards + 1) * d_stream
+    sent["cp"] = of(layout.cp) * sum(
+        repeats_here(case, group) * _keys(case, slot.layer.mixer) * (forwards + 2) * rows * layout.cp
+        for group, slot in layers
+    )
+    if layout.pp > 1:
+        ticks = case.parts + layout.pp - 1
+        handed = rows / case.parts * stream_bytes(case)
+        last = 2 * of(layout.pp) * rows * stream_bytes(case)
+        sent["pp"] = sum(2 * ticks * handed + last for group in groups(case) if piped(case, group))
+    if layout.dp > 1:
+        weights = _cut_over_dp(case)
+        sent["dp"] = (layout.dp - 1) * weights * forwards + (layout.dp - 1) * weights + 2 * of(layout.dp) * own
+    if layout.ep > 1:
+        exchanged = sum(repeats_here(case, group) * _block(case, slot.layer) for group, slot in layers)
+        sent["ep"] = of(layout.ep) * exchanged * (2 * forwards + 4)
+    return {name: size for name, size in sent.items() if size}
+
+
+def _keys(case: Case, mixer: Mixer) -> float:
+    """Bytes of keys and values of a token on one device."""
+    match mixer:
+        case Attention():
+            return 2 * max(mixer.kv_heads / case.layout.tp, 1) * mixer.head_dim * case.itemsize
+        case LatentAttention():
+            width = mixer.nope_dim + mixer.rope_dim + mixer.value_dim
+            return mixer.heads / case.layout.tp * width * case.itemsize
+        case DeltaNet():
+            channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
+        case KimiDelta():
+            channels = 3 * mixer.heads * mixer.head_dim
+    return channels / case.layout.tp * case.itemsize
+
+
+def _block(case: Case, layer: Layer) -> float:
+    """Bytes that a device gives to one exchange of a micro-batch: blocks of a fixed size, `rlx.parallel.expert`."""
+    feed, layout = layer.mlp, case.layout
+    if not isinstance(feed, Experts):
+        return 0.0
+    tokens = case.rows * case.tokens / (layout.dp * layout.cp * layout.tp)
+    rows = layout.ep * tokens * min(feed.top_k, feed.count // layout.ep)
+    return rows * (feed.latent or case.arch.hidden_size) * case.itemsize
+
+
+def _cut_over_dp(case: Case) -> float:
+    """Bytes of weights that a device holds a share of, which the others of its dp group need: what ZeRO gathers."""
+    return numbers_here(param_specs(case.arch), case) * case.itemsize

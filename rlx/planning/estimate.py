@@ -1,0 +1,67 @@
+"""From the largest arrays of an update's program to the bytes of its temporaries.
+
+How many arrays of each kind are alive at once is decided by XLA's scheduler; WEIGHTS are a least-squares fit of its own
+account (`bench/plan_memory.py --fit`), and `bench/plan_memory.py` shows how far they are off elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlx.planning.case import Case
+from rlx.planning.memory import Held, Temporaries, held, temporaries
+
+WEIGHTS = Temporaries(
+    kept=1.0,
+    layer=4.0,
+    scores=3.1,
+    exchange=2.0,
+    recurrent=6.0,
+    logits=2.0,
+    head=2.0,
+    gradients=1.0,
+    gathered=2.0,
+    cast=1.0,
+)
+
+
+class Memory(NamedTuple):
+    """Bytes of one device at the worst moment of an update."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    kv_and_state: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def memory(case: Case, *, accelerator: bool = True, engine: int = 0, served: int = 0) -> Memory:
+    """engine, served: bytes of an embedded engine's cache and of the weights that it alone reads."""
+    stays = held(case)
+    made = weighted(temporaries(case, accelerator))
+    return Memory(
+        weights=stays.weights,
+        adapter=stays.adapter,
+        gradients=stays.gradients + int(made.gradients),
+        optimizer=stays.optimizer,
+        activations=int(made.kept + made.layer + made.scores + made.recurrent),
+        kv_and_state=engine,
+        logits=int(made.logits + made.head),
+        buffers=int(made.exchange + made.gathered + made.cast) + stays.batch + served,
+    )
+
+
+def weighted(made: Temporaries) -> Temporaries:
+    return Temporaries(*(weight * size for weight, size in zip(WEIGHTS, made, strict=True)))
+
+
+def arguments(stays: Held) -> int:
+    """Of the program that adds a micro-batch's gradient up: all but the optimizer's state."""
+    return stays.weights + stays.adapter + stays.gradients + stays.batch

@@ -1,0 +1,178 @@
+"""Bytes of one device's memory, by kind.
+
+What is held between programs (weights, adapter, gradients, optimizer, batch) is counted from the specs and the sharding
+rules, exactly. What a program holds while it runs is a model of its largest arrays: see `temporaries`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import traverse_util
+
+from rlx.models.description import (
+    Attention,
+    DeltaNet,
+    Experts,
+    KimiDelta,
+    LatentAttention,
+    Layer,
+    Params,
+)
+from rlx.models.spec import layer_specs, param_specs
+from rlx.parallel.layout import Layout
+from rlx.planning.case import Case, batch_shapes, groups, numbers_here, piped, repeats_here, trained
+
+WIDE = 4  # bytes of a float32
+
+
+class Held(NamedTuple):
+    """Bytes that stay on one device between the programs of an update."""
+
+    weights: int  # of the model, as it is held: float32 where it is trained whole
+    adapter: int
+    gradients: int  # the sum over micro-batches
+    optimizer: int
+    batch: int  # one micro-batch
+
+
+def held(case: Case) -> Held:
+    base, own = numbers_here(param_specs(case.arch), case), numbers_here(trained(case), case)
+    adapted = bool(case.config.lora.rank)
+    return Held(
+        weights=base * (case.itemsize if adapted else WIDE),
+        adapter=own * WIDE if adapted else 0,
+        gradients=own * WIDE,
+        optimizer=2 * own * WIDE,
+        batch=batch_bytes(case),
+    )
+
+
+def batch_bytes(case: Case) -> int:
+    """Rows over dp, tokens not cut."""
+    every = batch_shapes(case).values()
+    return sum(
+        math.prod(sizes) * jnp.dtype(dtype).itemsize // (case.layout.dp if sizes else 1) for dtype, sizes in every
+    )
+
+
+class Temporaries(NamedTuple):
+    """Bytes of the largest arrays that the gradient's program holds at once on one device, before they are weighted."""
+
+    kept: float  # of the forward pass, for the backward pass: what `remat` leaves
+    layer: float  # what one layer makes of its tokens, recomputed and differentiated
+    scores: float  # of one attention layer: float32, queries x keys of a row
+    exchange: float  # blocks of tokens on their way to experts
+    recurrent: float  # queries, keys, values and decays of one delta rule layer, float32
+    logits: float  # one tile of the output head, float32
+    head: float  # hidden states of the targets
+    gradients: float  # of this micro-batch
+    gathered: float  # weights that are cut over dp at rest, of the layers of one loop
+    cast: float  # weights trained in float32, in the model's dtype
+
+
+def temporaries(case: Case, accelerator: bool = True) -> Temporaries:
+    layers = [slot.layer for group in groups(case) for slot in group]
+    base, own = param_specs(case.arch), numbers_here(trained(case), case)
+    whole = not case.config.lora.rank
+    return Temporaries(
+        kept=kept_bytes(case),
+        layer=max(_made(case, layer) for layer in layers) * _tokens(case),
+        scores=max(_scores(case, layer) for layer in layers),
+        exchange=max(_exchange(case, layer) for layer in layers),
+        recurrent=max(_recurrent(case, layer) for layer in layers),
+        logits=_tile(case, accelerator),
+        head=case.rows * case.targets / (case.layout.devices / case.layout.tp) * case.arch.hidden_size * WIDE,
+        gradients=own * WIDE,
+        gathered=_gathered(case, base),
+        cast=numbers_here(base, case) * case.itemsize if whole and case.itemsize < WIDE else 0,
+    )
+
+
+def _tokens(case: Case) -> float:
+    """That a device computes at once."""
+    return case.rows_here * case.tokens_here
+
+
+def stream_bytes(case: Case) -> float:
+    """What goes from layer to layer for each token, on one device: the residual stream, or the bank with it."""
+    block = case.arch.residual_block
+    copies = 1 if block is None else 1 + math.ceil(case.arch.num_layers / block)
+    return copies * case.arch.hidden_size * case.itemsize
+
+
+def kept_bytes(case: Case) -> float:
+    total = 0.0
+    for group in groups(case):
+        each = sum(_kept(case, slot.layer) for slot in group) * _tokens(case)
+        ticks = case.parts + case.layout.pp - 1 if piped(case, group) else case.parts
+        total += each * repeats_here(case, group) * ticks
+    return total
+
+
+def _kept(case: Case, layer: Layer) -> float:
+    """Bytes a token that a layer keeps for its backward pass."""
+    if case.remat == "layer":
+        return stream_bytes(case)
+    return stream_bytes(case) + (1 if case.remat == "products" else 2) * _made(case, layer)
+
+
+def _made(case: Case, layer: Layer) -> float:
+    """Bytes a token on one device of what a layer's products make; those that TP cuts, cut."""
+    total = 0.0
+    for path, spec in traverse_util.flatten_dict(layer_specs(case.arch, layer)).items():
+        routed = path[:2] == ("mlp", "experts")
+        if path[-1] != "kernel" and not routed:
+            continue
+        inward = spec.axes[-1] in ("embed", "latent_mlp")
+        copies = layer.mlp.top_k if routed and isinstance(layer.mlp, Experts) else 1
+        total += copies * spec.shape[-1] / (1 if inward or routed else case.layout.tp)
+    return total * case.itemsize
+
+
+def _scores(case: Case, layer: Layer) -> float:
+    if not isinstance(layer.mixer, Attention | LatentAttention):
+        return 0.0
+    return case.rows_here * layer.mixer.heads / case.layout.tp * case.tokens_here * case.tokens * WIDE
+
+
+def _exchange(case: Case, layer: Layer) -> float:
+    """`rlx.parallel.expert`: a block for each device, large enough for all that this one could send there."""
+    feed, layout = layer.mlp, case.layout
+    if not isinstance(feed, Experts) or layout.ep == 1:
+        return 0.0
+    tokens = _tokens(case) / layout.tp
+    rows = layout.ep * tokens * min(feed.top_k, feed.count // layout.ep)
+    return rows * ((feed.latent or case.arch.hidden_size) + 2 * feed.width) * case.itemsize
+
+
+def _recurrent(case: Case, layer: Layer) -> float:
+    """A row's tokens are not cut: the state passes through all of them."""
+    mixer = layer.mixer
+    if isinstance(mixer, DeltaNet):
+        width = mixer.value_heads * (2 * mixer.key_dim + 2 * mixer.value_dim)
+    elif isinstance(mixer, KimiDelta):
+        width = mixer.heads * mixer.head_dim * 5
+    else:
+        return 0.0
+    return case.rows_here * case.tokens * width * WIDE
+
+
+def _tile(case: Case, accelerator: bool) -> float:
+    """Of `rlx_kernels.logprob`: at most 1 GiB of logits at once, on a CPU 16 MiB."""
+    here = case.rows * case.targets / (case.layout.devices / case.layout.tp)
+    tokens, most = (16384, 1 << 30) if accelerator else (1024, 16 << 20)
+    return min(min(here, tokens) * case.arch.vocab_size / case.layout.tp * WIDE, most)
+
+
+def _gathered(case: Case, base: Params) -> float:
+    """Of the largest layer."""
+    if case.layout.dp == 1:
+        return 0.0
+    layout = case.layout
+    whole = dataclasses.replace(case, layout=Layout(tp=layout.tp, ep=layout.ep if layout.expert_axes == ("tp",) else 1))
+    layers = (slot.layer for group in groups(case) for slot in group)
+    return max(numbers_here(layer_specs(case.arch, layer), whole) for layer in layers) * case.itemsize

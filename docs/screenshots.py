@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,29 +18,17 @@ from typing import NamedTuple
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from rlx.board import DASHBOARD, describe_sweep, event_folders, launch, link
+from rlx.envs.browser import find_browser
 from rlx.metrics.sample_page import write_page
 from rlx.metrics.view import read_run
 from rlx.show import tokenizer_of
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_MS = 60_000  # for TensorBoard to read its events on a busy machine
-
-
-class BrowserMissing(RuntimeError):
-    """There is no browser to open a page with."""
 
 
 class Opened(NamedTuple):
     page: Page
     errors: list[str]  # of the console and of scripts, so far
-
-
-def find_browser() -> str:
-    """The path of a Chromium. Raises BrowserMissing with the command that installs one."""
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        raise BrowserMissing(f"no browser found ({', '.join(BROWSERS)}); install one: make system-deps")
-    return found
 
 
 @contextlib.contextmanager

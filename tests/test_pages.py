@@ -2,8 +2,9 @@
 
 import pytest
 
-from docs import screenshots
-from docs.screenshots import BrowserMissing, dashboard, find_browser, sample_page, started
+from docs.screenshots import dashboard, sample_page, started
+from rlx.envs import browser as browsers
+from rlx.envs.browser import BrowserMissing, find_browser
 from tests import browser as browser_tests
 from tests import run_directory, tiny_run
 
@@ -113,6 +114,6 @@ def test_the_dashboard_of_tensorboard(browser, run):
 
 
 def test_a_missing_browser_is_said_with_the_command(monkeypatch):
-    monkeypatch.setattr(screenshots.shutil, "which", lambda name: None)
+    monkeypatch.setattr(browsers.shutil, "which", lambda name: None)
     with pytest.raises(BrowserMissing, match="make system-deps"):
         find_browser()

@@ -14,6 +14,7 @@ import optax
 from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlx.config.chat_checks import several_turns
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config, LoraConfig
 from rlx.data.packing import PackedBatch, PackingConfig
@@ -267,6 +268,8 @@ def sampling(config: Config) -> Sampling:
         seed=2 * config.run.seed,
         session_token_limit=config.producer.session_token_limit,
         environment_timeout_s=config.producer.environment_timeout_s,
+        # Between two rounds a session holds its sandbox, and its grading may need another.
+        sessions_at_once=config.sandbox.max_open // 2 if several_turns(config) else 0,
     )
 
 

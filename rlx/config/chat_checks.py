@@ -43,6 +43,10 @@ def _sessions(config: Config) -> list[str]:
     if 0 < targets < min(longest, config.tools.max_turns * new):
         why = f"{where}: the turns of one session may be longer together; set 0, or at least {longest}"
         problems.append(_said("learner.row_targets", targets, why))
+    most = max(config.rollout.group_size, config.eval.attempts_per_task)
+    if 2 * most > config.sandbox.max_open:
+        why = f"{where}: the {most} sessions of a task are open together, with a sandbox each and one to grade it"
+        problems.append(_said("sandbox.max_open", config.sandbox.max_open, f"{why}; set at least {2 * most}"))
     needed = config.tools.call_seconds + 5.0
     if producer.environment_timeout_s < needed:
         why = f"config.tools.call_seconds = {config.tools.call_seconds} could not be reached; set at least {needed}"

@@ -9,7 +9,9 @@ and the turn, so the same run asks for the same samples whatever was interrupted
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -34,6 +36,7 @@ class Sampling:
     seed: int
     session_token_limit: int = 0  # tokens from which a session is given no further turn, 0 = none
     environment_timeout_s: float = 600.0  # of one call
+    sessions_at_once: int = 0  # what sessions hold between rounds there is so often; 0 = no limit
 
 
 def sample_seeds(seed: int, group: int, count: int) -> tuple[int, ...]:
@@ -55,6 +58,17 @@ async def collect(
     Raises:
       EngineError: the engine cannot serve. EnvironmentFailed: an environment does not begin.
     """
+    size = max(1, sampling.sessions_at_once // sampling.group_size) if sampling.sessions_at_once else len(tasks)
+    groups: list[Group] = []
+    for some in itertools.batched(tasks, max(1, size)):
+        groups += await _collect(engine, environments, some, sampling)
+    return groups
+
+
+async def _collect(
+    engine: Engine, environments: Environments, tasks: Sequence[tuple[int, Task]], sampling: Sampling
+) -> list[Group]:
+    """Groups whose sessions go on together."""
     rounds = Rounds(len(tasks) * sampling.group_size)
     try:
         async with asyncio.TaskGroup() as running:
@@ -76,20 +90,27 @@ class _Collected:
         self.engine, self.task, self.number, self.sampling, self.rounds = engine, task, number, sampling, rounds
         made = [environments(task) for _ in range(sampling.group_size)]
         self.environments = [Guarded(environment, sampling.environment_timeout_s) for environment in made]
+        self.released: set[int] = set()
 
     async def group(self) -> Group:
         try:
             prompts = await asyncio.gather(*(e.reset() for e in self.environments))
             answers = await self._first(prompts)
-            transcripts = []
-            for prompt, answer in zip(prompts, answers, strict=True):
-                transcripts.append(Transcript())
-                transcripts[-1].observe(prompt)
-                transcripts[-1].write(answer)
+            transcripts = [Transcript() for _ in prompts]
+            for transcript, prompt, answer in zip(transcripts, prompts, answers, strict=True):
+                transcript.observe(prompt)
+                transcript.write(answer)
             samples = await asyncio.gather(*(self._sample(i, t) for i, t in enumerate(transcripts)))
             return Group(self.task, tuple(samples))
         finally:
-            await asyncio.gather(*(e.close() for e in self.environments), return_exceptions=True)
+            await asyncio.gather(*(self._release(i) for i in range(len(self.environments))))
+
+    async def _release(self, index: int) -> None:
+        """Once: as soon as its sample is graded, since others may wait for what it holds."""
+        if index not in self.released:
+            self.released.add(index)
+            with contextlib.suppress(EnvironmentFailed):  # what it does while it closes is not the sample's business
+                await self.environments[index].close()
 
     async def _first(self, prompts: Sequence[np.ndarray]) -> list[Completion]:
         """The first responses; where all samples have one prompt, by one request, which computes it once."""
@@ -111,6 +132,7 @@ class _Collected:
             verdict, stop = Verdict(grade, ""), transcript.stop_reason
         else:
             verdict = await self._grade(index, transcript)
+        await self._release(index)
         return transcript.sample(
             self.task,
             self.number,

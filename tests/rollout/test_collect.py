@@ -2,16 +2,19 @@
 
 import asyncio
 import dataclasses
+import itertools
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from rlx.envs.grading import Grade, Outcome
+from rlx.rollout import virtual
 from rlx.rollout.collect import Sampling, collect, sample_seeds
 from rlx.rollout.engine import Completion, EngineError
 from rlx.rollout.session import questions
 from rlx.types import StopReason, Task, TopK, VersionSpan
+from tests.rollout.scripted import Conversation, ScriptedEngine
 
 SAMPLING = Sampling(group_size=3, max_new_tokens=8, temperature=0.7, zero_reward_truncated=False, seed=11)
 TASKS = [(40 + i, Task(f"sums/{i}", "sums", question="?" * (i + 1), answer=str(i), grader="number")) for i in range(4)]
@@ -184,3 +187,80 @@ def test_an_answer_that_is_not_consistent_stops_here(change, words):
 
     with pytest.raises(EngineError, match=words):
         run(engine=Broken())
+
+
+# ---------------------------------------------------------------------------------------------------- several turns
+
+
+class Slow(Conversation):
+    """The later a sample's number, the sooner its environment answers."""
+
+    made = 0
+
+    def __init__(self, task, turns):
+        Slow.made += 1
+        super().__init__(task, turns=turns, seconds=0.1 / Slow.made)
+        self.closed = 0
+
+    async def close(self):
+        self.closed += 1
+
+
+def talk(sampling, turns=lambda number: 3):
+    """(groups, engine, environments) of sessions on virtual time."""
+    Slow.made, environments, engine = 0, [], ScriptedEngine(lengths=(2, 4), admission=100)
+
+    def make(task):
+        environments.append(Slow(task, turns(len(environments))))
+        return environments[-1]
+
+    return virtual.run(collect(engine, make, TASKS, sampling)), engine, environments
+
+
+def test_later_responses_are_asked_for_in_a_fixed_order_however_long_environments_take():
+    sampling = dataclasses.replace(SAMPLING, max_new_tokens=8)
+    _, engine, environments = talk(sampling)
+    later = [r.id for r in engine.requests[len(TASKS) :]]
+    assert later == [f"{n}:{t.id}:{i}:{turn}:0" for turn in (1, 2) for n, t in TASKS for i in range(3)]
+    assert len({r.seeds for r in engine.requests}) == len(engine.requests)
+    assert all(e.closed == 1 for e in environments)
+
+
+def test_sessions_that_end_early_do_not_hold_the_others_up():
+    groups, engine, _ = talk(SAMPLING, turns=lambda number: 1 + number % 4)
+    assert [len(s.version_spans) for g in groups for s in g.samples] == [1 + n % 4 for n in range(12)]
+    assert len(engine.requests) == len(TASKS) + sum(n % 4 for n in range(12))
+
+
+def test_a_session_limit_ends_sessions_that_are_graded():
+    groups, engine, _ = talk(dataclasses.replace(SAMPLING, session_token_limit=6))
+    stops = {s.stop_reason for g in groups for s in g.samples}
+    assert stops == {StopReason.SESSION_LIMIT}
+    assert all(s.grade["outcome"] == "graded" for g in groups for s in g.samples)
+    assert len(engine.requests) == len(TASKS)
+
+
+@pytest.mark.parametrize("at_once, waves", [(0, 1), (3, 4), (7, 2), (1, 4)])
+def test_no_more_sessions_are_open_than_there_is_room_for(at_once, waves):
+    sampling = dataclasses.replace(SAMPLING, sessions_at_once=at_once)
+    groups, engine, _ = talk(sampling)
+    assert [g.task for g in groups] == [task for _, task in TASKS]
+    first = [i for i, r in enumerate(engine.requests) if r.id.count(":") == 1]
+    assert 1 + sum(b - a > 1 for a, b in itertools.pairwise(first)) == waves
+    alone, _, _ = talk(SAMPLING)
+    for group, other in zip(groups, alone, strict=True):
+        for a, b in zip(group.samples, other.samples, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+def test_a_sample_whose_environment_fails_is_no_verdict():
+    class Fails(Slow):
+        async def step(self, response):
+            raise OSError("broken")
+
+    engine = ScriptedEngine(lengths=(2, 4), admission=100)
+    groups = virtual.run(collect(engine, lambda task: Fails(task, 2), TASKS[:1], SAMPLING))
+    for sample in groups[0].samples:
+        assert sample.grade["outcome"] == Outcome.ERROR
+        assert "environment_error: environment: OSError: broken" in sample.grade["detail"]
+        assert sample.num_written

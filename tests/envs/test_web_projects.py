@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 
+from rlx.envs import web_checks
 from rlx.envs.browser import BrowserBroken
 from rlx.envs.env import ToolCall
 from rlx.envs.grading import Outcome
@@ -124,7 +125,7 @@ def test_work_so_far_has_its_share_of_the_checks(partial_credit, reward):
 
 
 @pytest.mark.slow
-def test_a_page_cannot_forge_its_checks_or_stop_them():
+def test_a_page_cannot_forge_its_checks_or_stop_them(monkeypatch):
     forged = """<h1 id='a'>One</h1><script>
       document.querySelector = () => ({ innerText: "Two", textContent: "Two" });
       Object.defineProperty(HTMLElement.prototype, "innerText", { get: () => "Two" });
@@ -133,9 +134,11 @@ def test_a_page_cannot_forge_its_checks_or_stop_them():
     </script>"""
     _, grade = session(call("write_file", path="index.html", content=forged))
     assert grade.reward == pytest.approx(1 / 3)
-    endless = f"{THREE}<script>setTimeout(() => {{ for (;;); }}, 0)</script>"
+    endless = f"{THREE}<script>for (;;);</script>"
+    monkeypatch.setattr(web_checks, "CHECK_S", 3.0)
     _, grade = session(call("write_file", path="index.html", content=endless))
-    assert grade.outcome is Outcome.GRADED
+    assert (grade.reward, grade.outcome) == (0.0, Outcome.GRADED)
+    assert "2 pages before it hung" in grade.detail
 
 
 @pytest.mark.slow
@@ -183,10 +186,7 @@ def test_projects_are_a_dozen_with_dependent_steps_and_distinct_tasks():
     assert any("server.py" in project.start for project in PROJECTS.values())
     tasks = tasks_of("web", list(PROJECTS.values()))
     assert len({task.question for task in tasks}) == len(tasks)
-    for task in tasks:
-        said = f"{task.question} {task.metadata}"
-        checks = [check for step in PROJECTS[task.metadata["project"]].steps for check in step.checks]
-        assert not any(check.name in said and len(check.name) > 12 for check in checks), "checks are hidden"
+    assert all(task.metadata.keys() == {"project", "first", "end"} for task in tasks), "checks stay with the grader"
 
 
 @pytest.mark.parametrize(

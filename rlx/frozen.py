@@ -11,7 +11,7 @@ one for the reference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,6 +34,8 @@ from rlx.types import Group
 
 FULL_BYTES = 2 << 30  # that log-probs of all ids at the targets of a micro-batch may take
 LEAST_PADDED = 256
+
+Scoring = Callable[[Policy], list[Scores]]
 
 
 class Pair(NamedTuple):
@@ -103,7 +105,7 @@ class Frozen:
             dataclasses.replace(t, frozen=by_trajectory.get(id(t)) or _zeros(names, int(t.mask.sum()))) for t in chosen
         ]
 
-    def _signals(self, of, needed: list[Trajectory]) -> dict[str, list[np.ndarray]]:  # type: ignore[no-untyped-def]
+    def _signals(self, of: Scoring, needed: list[Trajectory]) -> dict[str, list[np.ndarray]]:
         distill, known = self.config.objective.distill, self.policies.known
         lengths = [int(t.mask.sum()) for t in needed]
         experts = of(self.pairs[0].expert)
@@ -134,7 +136,7 @@ class Frozen:
         beyond = np.cumsum(trajectory.tokens >= self.policies.narrowest) > 0
         return (known[trajectory.tokens] & ~np.concatenate([[False], beyond[:-1]]))[trajectory.mask]
 
-    def _combined(self, of, name: str, lengths: list[int]) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
+    def _combined(self, of: Scoring, name: str, lengths: list[int]) -> list[np.ndarray]:
         """All signals as one, by trajectory."""
         each = []
         for pair in self.pairs:

@@ -233,6 +233,35 @@ class Beginning(NamedTuple):
     records: Records
 
 
+def beginning(
+    config: Config,
+    directory: RunDirectory,
+    checkpoints: Checkpoints,
+    state: LearnerState,
+    model: assemble.Model,
+    held_out: list[Task],
+    stream: TaskStream,
+) -> Beginning:
+    """From the newest checkpoint, or from a fresh `state`."""
+    if checkpoints.latest_step is None:
+        refuse_to_overwrite(directory)
+        return Beginning(state, Progress(), Ledger(), None, -1, Records(0, 0))
+    check_same(read_json(directory.config), config, RUN, str(directory.path))
+    return continued(config, directory.path, checkpoints.restore(state), model, held_out, stream)
+
+
+def scored_shapes(
+    config: Config, model: assemble.Model, stack: contextlib.ExitStack
+) -> tuple[StepConfig, PackingConfig, Frozen | None]:
+    """What an update is compiled for, and the frozen policies that score its samples."""
+    step, packing = assemble.shapes(config, model)
+    frozen = open_frozen(config, model, step, packing)
+    if frozen is None:
+        return step, packing, None
+    stack.callback(frozen.close)
+    return step, dataclasses.replace(packing, frozen=frozen.arrays()), frozen
+
+
 def continued(
     config: Config, path: Path, restored: Restored, model: assemble.Model, held_out: list[Task], stream: TaskStream
 ) -> Beginning:
@@ -279,19 +308,9 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
         stack.callback(checkpoints.close)
         stack.callback(peers.tell, "close")  # before
-        if checkpoints.latest_step is None:
-            refuse_to_overwrite(directory)
-            begin = Beginning(state, Progress(), Ledger(), None, -1, Records(0, 0))
-        else:
-            check_same(read_json(directory.config), config, RUN, str(directory.path))
-            begin = continued(config, directory.path, checkpoints.restore(state), model, held_out, stream)
+        begin = beginning(config, directory, checkpoints, state, model, held_out, stream)
         state = begin.state
-
-        step, packing = assemble.shapes(config, model)
-        frozen = open_frozen(config, model, step, packing)
-        if frozen is not None:
-            stack.callback(frozen.close)
-            packing = dataclasses.replace(packing, frozen=frozen.arrays())
+        step, packing, frozen = scored_shapes(config, model, stack)
         if not config.lora.rank:
             model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
         # Of a batch only the shapes count, and they are those of an empty one.

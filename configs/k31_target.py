@@ -44,7 +44,7 @@ def get_config() -> ConfigDict:
     c.inference.weights = "full"  # as adapters engines are sent dense layers alone, not routed experts
 
     c.learner.learning_rate = 5e-5
-    c.learner.micro_batch_rows = 1
+    c.learner.micro_batch_rows = 6  # one after the other through the pipeline
     c.learner.prefix_sharing = False  # KDA layers carry a state
     c.objective.advantage = "group_mean"
     c.objective.loss = "tis"

@@ -33,6 +33,7 @@ def get_config(variant: str = "final") -> ConfigDict:
     c.cluster.trainer_nodes = 1
     c.cluster.inference_nodes = 1 if first else 2
     c.cluster.trainer_layout = "TP1 PP1 CP1 DP8" if first else "TP1 PP1 CP2 DP4"
+    c.learner.micro_batch_rows = 8 if first else 4  # a row for each of DP
     c.cluster.engines = engines
     c.cluster.engine_layout = ""
     c.producer.sessions_in_flight = 256 if first else 192

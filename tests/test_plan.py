@@ -1,11 +1,29 @@
-"""`rlx plan`: parameters counted from descriptions, those of an adapter by pattern and form."""
+"""`rlx plan`: parameters counted from descriptions, memory against XLA's own account, costs and what would fit."""
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from absl import flags
 
 from rlx import plan
 from rlx.config.errors import ConfigError
+from rlx.config.flags import config_from_argv
+from rlx.models.hf_config import read_config
+from rlx.planning import engine
+from rlx.planning.case import Case, case_of
+from rlx.planning.costs import costs, flops_of_token
+from rlx.planning.estimate import memory
+from rlx.planning.hardware import DEVICES
+from rlx.planning.memory import held
+from rlx.planning.search import changes
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {"weights", "adapter", "gradients", "optimizer", "activations", "kv_and_state", "logits", "buffers"}
 
 
 def planned(capsys, *words: str) -> dict:
@@ -57,3 +75,91 @@ def test_for_people_and_what_is_refused(capsys, tmp_path):
     pattern = "--config.lora.targets=('self_atn.*',)"
     with pytest.raises(ConfigError, match=r"config\.lora\.targets: 'self_atn.\*' is .* the nearest is 'self_attn.\*'"):
         plan.main(["rlx plan", "--config=configs/qwen36_35b_proxy.py:final", pattern])
+
+
+# ---------------------------------------------------------------------------------------------------- memory and costs
+
+
+def case(recipe: str, layout: str, *words: str, **changed) -> Case:
+    argv = ["plan", f"--config=configs/{recipe}", f"--config.cluster.trainer_layout={layout}", *words]
+    config = config_from_argv(argv, flags.FlagValues(), simulated=True)
+    return dataclasses.replace(case_of(config, read_config(config.model.path)), **changed)
+
+
+@pytest.mark.parametrize("recipe", ["k31_target.py", "qwen36_35b_proxy.py", "quickstart.py", "tiny_moe.py"])
+def test_every_recipe_has_a_plan(capsys, recipe):
+    found = planned(capsys, f"--config=configs/{recipe}")
+    assert set(found["bytes_per_device"]) == KINDS
+    assert sum(found["bytes_per_device"].values()) == found["bytes_in_all"]
+    assert found["fits"] == (found["bytes_in_all"] <= found["usable_bytes"])
+    assert found["update_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    assert 0 <= found["bubble"] < 1
+    assert 0 < found["mfu"] < 1
+
+
+def test_weights_of_the_target_by_hand(capsys):
+    """Experts over 24 devices, everything else as docs/plan.md works it out."""
+    found = planned(capsys, "--config=configs/k31_target.py")
+    experts = 3 * 896 * 3584 * 3072
+    piped, outside = 88 * experts // 24, 4 * experts // 8  # layers in the pipeline, and those that every stage computes
+    assert found["bytes_per_device"]["weights"] > 2 * (piped + outside)
+    assert found["bytes_per_device"]["weights"] < 1.1 * 2 * (piped + outside)
+    assert found["bubble"] == pytest.approx(2 / 8)
+    assert found["links"] == {"pp": "network", "cp": "nvlink", "tp": "nvlink", "ep": "nvlink"}
+
+
+def test_zero_cuts_weights_gradients_and_moments_over_dp():
+    one, eight = (held(case("tiny_dense.py", layout, "--config.lora.rank=0", rows=8)) for layout in ("DP1", "DP8"))
+    for kind in ("weights", "gradients", "optimizer"):
+        assert getattr(eight, kind) / getattr(one, kind) == pytest.approx(1 / 8, rel=0.02)
+
+
+def test_flops_of_a_dense_token_are_twice_its_parameters():
+    small = case("tiny_dense.py", "TP1", tokens=64)
+    kernels = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
+    assert flops_of_token(small).products == 2 * kernels
+    assert flops_of_token(small).attention == 4 * 4 * 8 * 8 * 64
+
+
+def test_more_micro_batches_make_the_bubble_smaller_and_an_update_shorter():
+    few, many = (case("tiny_dense.py", "PP4", rows=rows) for rows in (4, 16))
+    spent = [costs(each, DEVICES["H100"], held(each)) for each in (few, many)]
+    assert [each.bubble for each in spent] == [3 / 7, 3 / 19]
+    assert spent[1].seconds["bubble"] < spent[0].seconds["bubble"]
+
+
+def test_changes_that_are_named_fit_and_a_plan_that_fits_has_none():
+    device = DEVICES["H100"]
+    large = case("full_size.py:qwen3_8b", "TP8", "--config.engine.kind=sglang", rows=8, remat="none")
+    assert memory(large).total > device.usable
+    found = changes(large, device, 0, 0)
+    assert found
+    assert all(change.bytes <= device.usable for change in found)
+    assert changes(case("tiny_dense.py", "TP1"), device, 0, 0) == []
+
+
+def test_caches_of_engines_by_hand():
+    found = engine.cache(read_config("configs/architectures/qwen3_6_35b_a3b"), "bfloat16")
+    assert found.token == 10 * 2 * 2 * 256 * 2
+    assert found.sequence == 30 * (32 * 128 * 128 + 3 * 8192) * 4
+
+
+def test_a_layout_that_cannot_be_is_refused_with_those_that_can(capsys):
+    with pytest.raises(
+        ConfigError, match=r"trainer_layout = 'TP3'.*TP3 does not divide attention heads, 8; layouts of"
+    ):
+        plan.main(["rlx plan", "--config=configs/tiny_dense.py", "--config.cluster.trainer_layout=TP3"])
+
+
+@pytest.mark.slow
+def test_arguments_and_temporaries_are_those_of_the_compiled_update():
+    """On virtual devices of a process of its own; the same layouts are printed by bench/plan_memory.py."""
+    words = [sys.executable, "bench/plan_memory.py", "--json", "--layouts=TP4;CP2;DP8;PP2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 4
+    for row in rows:
+        assert abs(row["planned_arguments"] / row["arguments"] - 1) <= 0.02, row
+        assert abs(row["planned_outputs"] / row["outputs"] - 1) <= 0.02, row
+        assert abs(row["planned_temporaries"] / row["temporaries"] - 1) <= 0.3, row

@@ -148,6 +148,8 @@ def hidden_of_targets(
         unrolled=config.unrolled,
         placement=config.placement,
     )
+    if config.placement is not None:  # a target may look anywhere in its row
+        hidden = config.placement.cut(hidden, PartitionSpec("dp"))
     predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
     return predicting.reshape(-1, predicting.shape[-1]), routing
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlx.models.description import Experts
 from rlx.planning.case import Case
-from rlx.planning.memory import Held, Temporaries, held, temporaries
+from rlx.planning.memory import WIDE, Held, Temporaries, held, temporaries
 
 WEIGHTS = Temporaries(
     kept=1.0,
@@ -60,6 +61,12 @@ def memory(case: Case, *, accelerator: bool = True, engine: int = 0, served: int
 
 def weighted(made: Temporaries) -> Temporaries:
     return Temporaries(*(weight * size for weight, size in zip(WEIGHTS, made, strict=True)))
+
+
+def outputs(case: Case) -> int:
+    """Of the same program: the sum, with how many tokens each expert got."""
+    experts = [layer.mlp.count for layer in case.arch.layers if isinstance(layer.mlp, Experts)]
+    return held(case).gradients + sum(experts) * WIDE
 
 
 def arguments(stays: Held) -> int:

@@ -38,7 +38,7 @@ RECIPE = (
 )
 
 
-def build_model(directory: Path) -> str:
+def build_model(directory: Path, program: str = PROGRAM) -> str:
     arch = tiny_model.sized(vocab_size=tiny_tokenizer.VOCAB_SIZE + 1)
     params = tiny_model.params(arch=arch)
     embed = np.array(params["embed"])
@@ -50,7 +50,7 @@ def build_model(directory: Path) -> str:
     tiny_tokenizer.build(directory)
     file = str(directory / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
-    tokenizer.add_tokens([AddedToken(PROGRAM, special=False, normalized=False)])
+    tokenizer.add_tokens([AddedToken(program, special=False, normalized=False)])
     tokenizer.save(file)
     return str(directory)
 

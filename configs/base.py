@@ -293,10 +293,10 @@ def get_config() -> ConfigDict:
     c.metrics.samples_shown = 4
     c.metrics.skip_updates = 3  # updates left out of every rate: they hold compilation
 
-    c.cluster = ConfigDict()  # planned for `rlx diff`; what runs on this machine refuses more than one node
-    c.cluster.trainer_nodes = 1
+    c.cluster = ConfigDict()  # what the trainer runs on; engines elsewhere are planned here, and given as addresses
+    c.cluster.trainer_nodes = 1  # one process each; above 1 see docs/multi-node.md
     c.cluster.inference_nodes = 0  # 0 = the engines are on the trainer's
-    c.cluster.gpus_per_node = 8
+    c.cluster.gpus_per_node = 8  # devices of each process, where there are several
     c.cluster.trainer_layout = ""  # "TP4 PP3 CP2 DP1 EP8", "" = one device
     c.cluster.engines = 0  # 0 = as engine.kind and inference.count say
     c.cluster.engine_layout = ""  # of one engine, "TP16 EP16 DP2", "" = one GPU

@@ -64,12 +64,13 @@ def test_orders_come_in_their_order_and_end_with_the_last(pair):
     leader.tell("save", 4)
     leader.end(75, "stopped by a signal")
     (first, (given,)), *rest = follower.orders()
-    assert first == "update" and given["tokens"].tolist() == [0, 1, 2]
+    assert first == "update"
+    assert given["tokens"].tolist() == [0, 1, 2]
     assert rest == [("save", (4,)), ("end", (75, "stopped by a signal"))]
 
 
 def test_a_signal_to_any_process_reaches_the_first(pair):
-    leader, follower = pair
+    leader, _ = pair
     stopped: list[bool] = []
     leader.watch(lambda: stopped.append(True))
     signal.raise_signal(signal.SIGTERM)
@@ -190,6 +191,6 @@ def test_two_processes_train_what_one_does_and_a_checkpoint_of_theirs_goes_on_el
 def test_a_layout_of_several_processes_must_be_given(tmp_path):
     recipe = tiny_run.write(tmp_path)
     with pytest.raises(
-        ConfigError, match="sft.steps = 3: supervised steps run in one process and .*trainer_nodes is 2"
+        ConfigError, match=r"sft.steps = 3: supervised steps run in one process and .*trainer_nodes is 2"
     ):
         tiny_run.config(recipe, cluster__trainer_nodes=2, cluster__trainer_layout="DP2", sft__steps=3, sft__path="x")

@@ -59,10 +59,10 @@ def specs(mixer: DeltaNet, arch: Architecture) -> Params:
 
 def forward(
     mixer: DeltaNet, arch: Architecture, weights: Weights, x: Float[Array, "rows t d"], rows: Rows
-) -> tuple[Float[Array, "rows t d"], States]:
-    """Returns also the states after each row's last token."""
+) -> tuple[Float[Array, "rows t d"], States | None]:
+    """Returns also the states after each row's last token, where one device has the row."""
     given, gate = _projected(mixer, weights, x)
-    out, states = recurrent.over_rows(heads_of(mixer), weights.params["conv1d"], given, rows.segment_ids)
+    out, states = recurrent.over_rows(heads_of(mixer), weights.params["conv1d"], given, rows)
     return _output(mixer, weights, out, gate), states
 
 

@@ -47,10 +47,10 @@ def specs(mixer: KimiDelta, arch: Architecture) -> Params:
 
 def forward(
     mixer: KimiDelta, arch: Architecture, weights: Weights, x: Float[Array, "rows t d"], rows: Rows
-) -> tuple[Float[Array, "rows t d"], States]:
-    """Returns also the states after each row's last token."""
+) -> tuple[Float[Array, "rows t d"], States | None]:
+    """Returns also the states after each row's last token, where one device has the row."""
     given = _projected(mixer, weights, x)
-    out, states = recurrent.over_rows(heads_of(mixer), weights.params["conv1d"], given, rows.segment_ids)
+    out, states = recurrent.over_rows(heads_of(mixer), weights.params["conv1d"], given, rows)
     return _output(mixer, weights, x, out), states
 
 

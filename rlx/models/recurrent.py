@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from rlx_kernels.delta_rule import causal_convolution, causal_convolution_step, delta_rule, delta_rule_step
 
 from rlx.models.layers import wide
+from rlx.models.rows import Rows
+from rlx.models.sharded_recurrence import sharded_convolution, sharded_delta_rule
 
 
 class Projected(NamedTuple):
@@ -51,9 +53,14 @@ def empty(heads: Heads, conv_width: int, rows: int) -> States:
 
 
 def over_rows(
-    heads: Heads, conv: Float[Array, "channels width"], given: Projected, segment_ids: Int[Array, "rows t"]
-) -> tuple[Float[Array, "rows t heads value_dim"], States]:
-    """Packed rows, each segment from empty states. The output is float32."""
+    heads: Heads, conv: Float[Array, "channels width"], given: Projected, rows: Rows
+) -> tuple[Float[Array, "rows t heads value_dim"], States | None]:
+    """Packed rows, each segment from empty states. The output is float32. Where devices share the tokens of a row no
+    states are returned: nothing goes on from there."""
+    segment_ids, placement = rows.segment_ids, rows.placement
+    if placement is not None and placement.layout.cp > 1:
+        mixed = sharded_convolution(placement, given.qkv, conv, segment_ids)
+        return sharded_delta_rule(placement, *_heads(heads, mixed), given.decay, given.beta, segment_ids), None
     mixed, conv_state = causal_convolution(given.qkv, conv, segment_ids=segment_ids)
     out, state = delta_rule(*_heads(heads, mixed), given.decay, given.beta, segment_ids=segment_ids)
     return out, States(conv_state.astype(jnp.float32), state)

@@ -40,6 +40,15 @@ class Execution:
     stopped_by: Limit | None = None
 
 
+def check_command(command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raises: ValueError for what no system can run."""
+    if isinstance(command, str) or not command or any("\0" in word for word in command):
+        raise ValueError(f"a command is a sequence of words, such as ['python3', 'a.py'], not {command!r}")
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env has {name!r} = {value!r}: names have no '=', neither have names or values NUL")
+
+
 class Sandbox(Protocol):
     """A workspace, a directory of files that stays from command to command; paths are relative to it."""
 
@@ -57,7 +66,7 @@ class Sandbox(Protocol):
           timeout_s: wall-clock seconds, where fewer than the sandbox's own limit.
           env: variables beside PATH, HOME, TMPDIR and LANG; nothing of this process's environment is passed on.
         Raises:
-          SandboxError: it could not be run.
+          SandboxError: it could not be run. ValueError: nor could it ever.
         """
         ...
 

@@ -53,9 +53,13 @@ class Cgroup:
     def __init__(self, hierarchies: Hierarchies, name: str, limits: SandboxLimits):
         self._version = hierarchies.version
         self._of = {controller: parent / name for controller, parent in hierarchies.directories.items()}
-        for directory in set(self._of.values()):
-            directory.mkdir()
-        self._limit(limits)
+        try:
+            for directory in set(self._of.values()):
+                directory.mkdir()
+            self._limit(limits)
+        except OSError:
+            self.remove()
+            raise
         self._kills = self._oom_kills()
 
     @property

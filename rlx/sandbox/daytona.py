@@ -22,7 +22,7 @@ import aiohttp
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox import remote_runner
-from rlx.sandbox.base import Execution, Limit, SandboxError
+from rlx.sandbox.base import Execution, Limit, SandboxError, check_command
 from rlx.sandbox.files import parts
 
 _HOME = "/tmp/rlx"
@@ -131,8 +131,7 @@ class DaytonaSandbox:
         env: Mapping[str, str] | None = None,
     ) -> Execution:
         self._check_open()
-        if isinstance(command, str) or not command or any("\0" in word for word in command):
-            raise ValueError(f"a command is a sequence of words, such as ['python3', 'a.py'], not {command!r}")
+        check_command(command, env or {})
         if stdin:
             await self.upload(_STDIN, stdin)
         wall_s = min(self.limits.wall_s, self.limits.wall_s if timeout_s is None else timeout_s)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox import cgroups, files, isolation, processes, seccomp
-from rlx.sandbox.base import Execution, Limit, SandboxError
+from rlx.sandbox.base import Execution, Limit, SandboxError, check_command
 from rlx.sandbox.running import Tree, execute
 from rlx.sandbox.storage import Root
 
@@ -70,7 +70,13 @@ class LocalSandboxes:
             raise SandboxError(f"more than sandbox.max_open = {self._config.max_open} sandboxes are open")
         slot, self._made = self._slots.pop(), self._made + 1
         sandbox = LocalSandbox(self._shared, f"{self._made:06d}", limits, slot, lambda: self._slots.append(slot))
-        await asyncio.to_thread(sandbox.make)
+        making = asyncio.ensure_future(asyncio.to_thread(sandbox.make))
+        try:
+            await asyncio.shield(making)
+        except asyncio.CancelledError:
+            await asyncio.wait((making,))
+            await sandbox.close()
+            raise
         return sandbox
 
     async def close(self) -> None:
@@ -121,11 +127,17 @@ class LocalSandbox:
         self._open = False
 
     def make(self) -> None:
+        """Raises: SandboxError."""
         root, groups = self._shared.root, self._shared.groups
-        self.workspace = root.make(self._name, self.user, self.limits)
-        if groups.version:
-            self.group = cgroups.Cgroup(groups, f"{root.path.name}-{self._name}", self.limits)
         self._open = True
+        try:
+            self.workspace = root.make(self._name, self.user, self.limits)
+            if groups.version:
+                self.group = cgroups.Cgroup(groups, f"{root.path.name}-{self._name}", self.limits)
+        except OSError as error:
+            self._open = False
+            self._remove()
+            raise SandboxError(f"a sandbox could not be made: {error}") from error
 
     async def run(
         self,
@@ -136,12 +148,11 @@ class LocalSandbox:
         env: Mapping[str, str] | None = None,
     ) -> Execution:
         self._check_open()
-        if isinstance(command, str) or not command or any("\0" in word for word in command):
-            raise ValueError(f"a command is a sequence of words, such as ['python3', 'a.py'], not {command!r}")
+        check_command(command, env or {})
         isolated = self._shared.kind == "bubblewrap"
         own = {**isolation.ENVIRONMENT, "HOME": self.workspace, "TMPDIR": "/tmp", **(env or {})}
         with self._handles() as handles:
-            return await execute(
+            execution = await execute(
                 [*self._launcher(env or {}, handles), *command],
                 stdin=stdin,
                 env=isolation.ENVIRONMENT if isolated else own,  # bubblewrap sets the program's
@@ -151,6 +162,10 @@ class LocalSandbox:
                 tree=self._tree(handles),
                 pass_fds=tuple(handles),
             )
+            if handles and execution.stopped_by is None and processes.first_process(handles[0]) is None:
+                words = execution.stderr.decode(errors="replace").strip()[-300:]
+                raise SandboxError(f"a sandbox did not start (exit code {execution.exit_code}): {words}")
+            return execution
 
     async def write(self, path: str, data: bytes) -> None:
         self._check_open()
@@ -177,7 +192,6 @@ class LocalSandbox:
         if self._open:
             self._open = False
             await asyncio.to_thread(self._remove)
-            self._release()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -189,10 +203,15 @@ class LocalSandbox:
         files.unpack(self.workspace, snapshot, self.user)
 
     def _remove(self) -> None:
-        if self.group is not None:
-            self.group.kill()
-            self.group.remove()
-        self._shared.root.remove(self.workspace)
+        """Also gives its number back: whoever waits for this may be cancelled, and it goes on."""
+        try:
+            if self.group is not None:
+                self.group.kill()
+                self.group.remove()
+            if self.workspace:
+                self._shared.root.remove(self.workspace)
+        finally:
+            self._release()
 
     @contextlib.contextmanager
     def _handles(self) -> Iterator[_Handles]:

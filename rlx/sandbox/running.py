@@ -106,9 +106,11 @@ async def execute(
         timer.cancel()
         watching.cancel()
         tree.kill(process.pid)
-        code = await asyncio.shield(ending)
-        await asyncio.shield(_settle(tree, process.pid))
-        stdout, stderr = await asyncio.shield(capture.finish())
+        try:
+            code = await asyncio.shield(ending)
+            await asyncio.shield(_settle(tree, process.pid))
+        finally:
+            stdout, stderr = await asyncio.shield(capture.finish())
     code = 128 - code if code < 0 else code
     by = stopped.result() if stopped.done() else tree.ended() or _SIGNALS.get(code)
     return Execution(code, stdout, stderr, time.perf_counter() - start, by)

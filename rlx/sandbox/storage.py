@@ -42,13 +42,17 @@ class Root:
         self.in_memory = self._can_mount()
 
     def make(self, name: str, owner: int | None, limits: SandboxLimits) -> str:
-        """A workspace. Raises: SandboxError."""
+        """A workspace. Raises: OSError."""
         path = str(self.path / name)
         os.mkdir(path, 0o700)
         user = os.geteuid() if owner is None else owner
         if self.in_memory:
             options = f"size={limits.disk_bytes},nr_inodes={limits.files},mode=700,uid={user},gid={user}"
-            _mount(path, options)
+            try:
+                _mount(path, options)
+            except OSError:
+                os.rmdir(path)
+                raise
         elif owner is not None:
             os.chown(path, owner, owner)
         return path
@@ -67,7 +71,7 @@ class Root:
         os.mkdir(probe)
         try:
             _mount(probe, "size=4096")
-        except SandboxError:
+        except OSError:
             return False
         finally:
             _unmount(probe)
@@ -115,7 +119,8 @@ def _clear(root: Path) -> None:
 def _mount(path: str, options: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"rlx", os.fsencode(path), b"tmpfs", _NOSUID | _NODEV, options.encode()) != 0:
-        raise SandboxError(f"could not mount a file system at {path}: {os.strerror(ctypes.get_errno())}")
+        error = ctypes.get_errno()
+        raise OSError(error, f"could not mount a file system at {path}: {os.strerror(error)}")
 
 
 def _unmount(path: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
+from rlx.sandbox import isolation, storage
 from rlx.sandbox.base import Limit, PathError, SandboxError
 from rlx.sandbox.local import LocalSandboxes
 from rlx.sandbox.pool import Sandboxes
@@ -96,6 +97,8 @@ def test_commands_run_and_files_stay(kind, tmp_path, monkeypatch):
                     await sandbox.write(path, b"")
             with pytest.raises(ValueError, match="sequence of words"):
                 await sandbox.run("echo")
+            with pytest.raises(ValueError, match="names have no '='"):
+                await sandbox.run(["true"], env={"A=B": "c"})
             assert (await sandbox.run(["sh", "-c", "kill -9 $$"])).exit_code == 137
             await sandbox.close()
             await sandbox.close()
@@ -244,6 +247,41 @@ def test_a_cancelled_command_leaves_nothing(tmp_path, monkeypatch):
                 await running
             assert not [p for p in os.listdir("/proc") if p.isdigit() and b"61.5" in command_line(p)]
             assert (await sandbox.run(["echo", "on"])).stdout == b"on\n"
+
+    asyncio.run(main())
+
+
+def test_a_sandbox_that_does_not_start_is_no_failure_of_its_program(tmp_path, monkeypatch):
+    async def main():
+        async with pool("bubblewrap", tmp_path, monkeypatch) as sandboxes:
+            sandbox = await sandboxes.open()
+            monkeypatch.setattr(isolation, "handles", lambda *_: ["--no-such-option"])
+            with pytest.raises(SandboxError, match=r"did not start \(exit code 1\): bwrap: Unknown option"):
+                await sandbox.run(["true"])
+            monkeypatch.undo()
+
+    asyncio.run(main())
+
+
+def test_one_that_cannot_be_made_leaves_nothing_and_gives_its_place_back(tmp_path, monkeypatch):
+    async def main():
+        async with pool("bubblewrap", tmp_path, monkeypatch, max_open=1) as sandboxes:
+            before = sorted(os.listdir(tmp_path / os.listdir(tmp_path)[0]))
+            with monkeypatch.context() as patch:
+                patch.setattr(storage.Root, "make", fails)
+                for _ in range(3):
+                    with pytest.raises(SandboxError, match=r"could not be made: .*no room"):
+                        await sandboxes.open()
+            opening = asyncio.create_task(sandboxes.open())
+            await asyncio.sleep(0)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            assert sorted(os.listdir(tmp_path / os.listdir(tmp_path)[0])) == before
+            assert (await (await sandboxes.open()).run(["echo", "a"])).stdout == b"a\n"
+
+    def fails(*_):
+        raise OSError("no room")
 
     asyncio.run(main())
 

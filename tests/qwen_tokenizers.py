@@ -74,6 +74,6 @@ def split(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
 def byte_texts() -> list[str]:
     """Byte -> the character that stands for it in a vocabulary of bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    texts = {b: chr(b) for b in plain}
-    others = (b for b in range(256) if b not in texts)
-    return [{**texts, **{b: chr(256 + i) for i, b in enumerate(others)}}[b] for b in range(256)]
+    others = (b for b in range(256) if b not in plain)
+    texts = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [texts[b] for b in range(256)]

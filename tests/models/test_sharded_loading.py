@@ -71,7 +71,7 @@ def _counting(read, counts):
 
 
 def _embedding(directory, arch):
-    where = {name: file for path in hf._tensor_files(directory) for file in [hf._open(path)] for name in file.keys()}
+    where = {name: file for path in hf._tensor_files(directory) for file in [hf._open(path)] for name in file.keys()}  # noqa: SIM118
     tensors = [(name, t) for name, t in hf.hf_tensors(arch).items() if t.path == "embed"]
     return where, tensors, param_specs(arch)["embed"].shape
 

@@ -22,6 +22,8 @@ _BEGIN = (
     f'echo {_OOM_SCORE} > /proc/self/oom_score_adj; while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; '
     'shift; exec "$@"'
 )
+# What programs below /usr read of /etc, copied once: nothing else of this machine is seen there, and a command needs
+# one mount for all of it, not a dozen.
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl/certs", "ssl/openssl.cnf", "fonts")
 _ETC_MORE = ("localtime", "mime.types", "chromium", "chromium.d")
 # The files of /etc that name people and machines; a sandbox gets these instead.
@@ -79,7 +81,7 @@ def namespaces(
     """bubblewrap, without its handles: nothing of this machine but its programs, read-only, and the workspace.
 
     Args:
-      etc: a directory with the few files that /etc gets beside those of this machine's programs.
+      etc: the directory that `write_etc` has made.
     """
     argv = [
         "bwrap",
@@ -93,8 +95,7 @@ def namespaces(
     ]
     argv += ["--uid", str(_USER), "--gid", str(_USER), "--hostname", "sandbox"]
     argv += _system(read_only)
-    for file in sorted(os.listdir(etc)):
-        argv += ["--ro-bind", f"{etc}/{file}", f"/etc/{file}"]
+    argv += ["--ro-bind", etc, "/etc"]
     # Not writable: where root has no CAP_SYS_RESOURCE, a program could exempt itself from ending for want of memory.
     argv += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
     for temporary in ("/tmp", "/dev/shm"):
@@ -120,16 +121,20 @@ def _system(read_only: Sequence[str]) -> list[str]:
             argv += ["--symlink", os.readlink(path), name]
         elif path.is_dir():
             argv += ["--ro-bind", name, name]
-    for name in (*_ETC, *_ETC_MORE):
-        argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for directory in read_only:
         argv += ["--ro-bind", directory, directory]
     return argv
 
 
 def write_etc(directory: Path) -> None:
-    """The files of /etc that name people and machines; a sandbox gets these instead of this machine's."""
-    directory.mkdir()
+    """What sandboxes have for /etc: copies of what programs need of this machine's, and names of their own."""
+    for name in (*_ETC, *_ETC_MORE):
+        source, copy = Path("/etc", name), directory / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, copy, symlinks=True)
+        elif source.exists():
+            shutil.copy(source, copy)
     for name, text in ETC_FILES.items():
         (directory / name).write_text(text, encoding="utf-8")
         (directory / name).chmod(0o644)

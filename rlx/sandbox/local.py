@@ -52,12 +52,12 @@ class LocalSandboxes:
                 "sandbox.kind = 'subprocess'."
             )
         root = await asyncio.to_thread(Root, self._config.directory, self._groups, own_users=_own_users(self._kind))
-        if self._kind == "bubblewrap":
-            processes.adopt_orphans(True)
-        isolation.write_etc(root.path / _ETC)
-        (root.path / _FILTER).write_bytes(self._filter or b"")
         self._shared = _Shared(self._kind, root, self._groups, self._filter is not None, self._config.read_only)
         try:
+            if self._kind == "bubblewrap":
+                processes.adopt_orphans(True)
+                await asyncio.to_thread(isolation.write_etc, root.path / _ETC)
+                (root.path / _FILTER).write_bytes(self._filter or b"")
             await self._probe()
         except BaseException:
             await self.close()

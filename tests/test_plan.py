@@ -103,7 +103,7 @@ def test_weights_of_the_target_by_hand(capsys):
     experts = 3 * 896 * 3584 * 3072
     piped, outside = 88 * experts // 24, 4 * experts // 8  # layers in the pipeline, and those that every stage computes
     assert found["bytes_per_device"]["weights"] > 2 * (piped + outside)
-    assert found["bytes_per_device"]["weights"] < 1.1 * 2 * (piped + outside)
+    assert found["bytes_per_device"]["weights"] < 1.2 * 2 * (piped + outside)
     assert found["bubble"] == pytest.approx(2 / 8)
     assert found["links"] == {"pp": "network", "cp": "nvlink", "tp": "nvlink", "ep": "nvlink"}
 
@@ -130,7 +130,7 @@ def test_more_micro_batches_make_the_bubble_smaller_and_an_update_shorter():
 
 def test_changes_that_are_named_fit_and_a_plan_that_fits_has_none():
     device = DEVICES["H100"]
-    large = case("full_size.py:qwen3_8b", "TP8", "--config.engine.kind=sglang", rows=8, remat="none")
+    large = case("full_size.py:qwen3_8b", "TP8", rows=8, remat="none")
     assert memory(large).total > device.usable
     found = changes(large, device, 0, 0)
     assert found

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from rlx.assemble import head_size, remat, replayed_routes, trained_specs
-from rlx.config.schema import Config
-from rlx.models.description import Architecture, Params, ParamSpec, Slot, group_slots
+from rlx.config.schema import Config, LoraConfig
+from rlx.models.description import Architecture, Layer, Params, ParamSpec, Slot, group_slots
+from rlx.models.lora import adapter_specs
 from rlx.models.placed import partitions, sizes_of
+from rlx.models.spec import layer_specs, param_specs
 from rlx.models.transformer import Remat
 from rlx.parallel.layout import Layout, check, micro_batches, parse_layout
 from rlx.parallel.rules import axes_of
@@ -76,15 +81,39 @@ def share(part: PartitionSpec, layout: Layout) -> int:
     return math.prod(layout.size(axis) for axis in axes_of(part))  # type: ignore[arg-type]
 
 
-def numbers_here(specs: Params, case: Case) -> int:
+def numbers_here(specs: Params, arch: Architecture, layout: Layout) -> int:
     """Numbers that one device holds of the arrays of these specs."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    parts = structure.flatten_up_to(partitions(specs, case.arch, case.layout))
-    return sum(math.prod(spec.shape) // share(part, case.layout) for spec, part in zip(leaves, parts, strict=True))
+    parts = structure.flatten_up_to(partitions(specs, arch, layout))
+    return sum(math.prod(spec.shape) // share(part, layout) for spec, part in zip(leaves, parts, strict=True))
 
 
 def trained(case: Case) -> Params:
     return trained_specs(case.config, case.arch)
+
+
+class Numbers(NamedTuple):
+    """That one device holds."""
+
+    base: int  # of the model
+    trained: int
+
+
+def numbers(case: Case) -> Numbers:
+    return _numbers(case.arch, case.config.lora, case.layout)
+
+
+# A search asks for the same layout with many batches.
+@functools.lru_cache(maxsize=512)
+def _numbers(arch: Architecture, lora: LoraConfig, layout: Layout) -> Numbers:
+    base = numbers_here(param_specs(arch), arch, layout)
+    return Numbers(base, numbers_here(adapter_specs(arch, lora), arch, layout) if lora.rank else base)
+
+
+@functools.lru_cache(maxsize=512)
+def flat_specs(arch: Architecture, layer: Layer) -> dict[tuple[str, ...], ParamSpec]:
+    """Of one layer, by path."""
+    return traverse_util.flatten_dict(layer_specs(arch, layer))
 
 
 def piped(case: Case, group: tuple[Slot, ...]) -> bool:

@@ -12,8 +12,6 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from flax import traverse_util
-
 from rlx.models.description import (
     Attention,
     DeltaNet,
@@ -23,9 +21,8 @@ from rlx.models.description import (
     Layer,
     Mixer,
 )
-from rlx.models.spec import layer_specs, param_specs
 from rlx.parallel.layout import AXES, bubble
-from rlx.planning.case import Case, groups, numbers_here, piped, repeats_here, trained
+from rlx.planning.case import Case, flat_specs, groups, numbers, piped, repeats_here
 from rlx.planning.hardware import Device
 from rlx.planning.memory import WIDE, Held, stream_bytes
 
@@ -103,7 +100,7 @@ def _passes(case: Case) -> float:
 def layer_flops(case: Case, layer: Layer) -> tuple[float, float]:
     """(products with weights, attention) of a token, forward."""
     products = 0.0
-    for path, spec in traverse_util.flatten_dict(layer_specs(case.arch, layer)).items():
+    for path, spec in flat_specs(case.arch, layer).items():
         if path[:2] == ("mlp", "experts") and isinstance(layer.mlp, Experts):
             products += 2 * math.prod(spec.shape) * layer.mlp.top_k / layer.mlp.count
         elif path[-1] == "kernel":
@@ -171,7 +168,7 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
     d_stream = rows * case.arch.hidden_size * case.itemsize
     layers = [(group, slot) for group in groups(case) for slot in group]
     count = sum(repeats_here(case, group) for group, _ in layers)
-    own, forwards = numbers_here(trained(case), case) * WIDE, 2.0 if case.remat == "layer" else 1.0
+    own, forwards = numbers(case).trained * WIDE, 2.0 if case.remat == "layer" else 1.0
     sent = dict.fromkeys(AXES, 0.0)
     # After each of a layer's two row-parallel products, and of the gradient before each column-parallel one.
     sent["tp"] = 2 * of(layout.tp) * 2 * count * (forwards + 1) * d_stream
@@ -220,4 +217,4 @@ def _block(case: Case, layer: Layer) -> float:
 
 def _cut_over_dp(case: Case) -> float:
     """Bytes of weights that a device holds a share of, which the others of its dp group need: what ZeRO gathers."""
-    return numbers_here(param_specs(case.arch), case) * case.itemsize
+    return numbers(case).base * case.itemsize

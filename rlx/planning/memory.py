@@ -6,25 +6,24 @@ rules, exactly. What a program holds while it runs is a model of its largest arr
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from flax import traverse_util
 
 from rlx.models.description import (
+    Architecture,
     Attention,
     DeltaNet,
     Experts,
     KimiDelta,
     LatentAttention,
     Layer,
-    Params,
 )
-from rlx.models.spec import layer_specs, param_specs
+from rlx.models.spec import layer_specs
 from rlx.parallel.layout import Layout
-from rlx.planning.case import Case, batch_shapes, groups, numbers_here, piped, repeats_here, trained
+from rlx.planning.case import Case, batch_shapes, flat_specs, groups, numbers, numbers_here, piped, repeats_here
 
 WIDE = 4  # bytes of a float32
 
@@ -40,7 +39,7 @@ class Held(NamedTuple):
 
 
 def held(case: Case) -> Held:
-    base, own = numbers_here(param_specs(case.arch), case), numbers_here(trained(case), case)
+    base, own = numbers(case)
     adapted = bool(case.config.lora.rank)
     return Held(
         weights=base * (case.itemsize if adapted else WIDE),
@@ -76,7 +75,7 @@ class Temporaries(NamedTuple):
 
 def temporaries(case: Case, accelerator: bool = True) -> Temporaries:
     layers = [slot.layer for group in groups(case) for slot in group]
-    base, own = param_specs(case.arch), numbers_here(trained(case), case)
+    base, own = numbers(case)
     whole = not case.config.lora.rank
     return Temporaries(
         kept=kept_bytes(case),
@@ -87,8 +86,8 @@ def temporaries(case: Case, accelerator: bool = True) -> Temporaries:
         logits=_tile(case, accelerator),
         head=case.rows * case.targets / (case.layout.devices / case.layout.tp) * case.arch.hidden_size * WIDE,
         gradients=own * WIDE,
-        gathered=_gathered(case, base),
-        cast=numbers_here(base, case) * case.itemsize if whole and case.itemsize < WIDE else 0,
+        gathered=_gathered(case),
+        cast=base * case.itemsize if whole and case.itemsize < WIDE else 0,
     )
 
 
@@ -123,7 +122,7 @@ def _kept(case: Case, layer: Layer) -> float:
 def _made(case: Case, layer: Layer) -> float:
     """Bytes a token on one device of what a layer's products make; those that TP cuts, cut."""
     total = 0.0
-    for path, spec in traverse_util.flatten_dict(layer_specs(case.arch, layer)).items():
+    for path, spec in flat_specs(case.arch, layer).items():
         routed = path[:2] == ("mlp", "experts")
         if path[-1] != "kernel" and not routed:
             continue
@@ -168,11 +167,16 @@ def _tile(case: Case, accelerator: bool) -> float:
     return min(min(here, tokens) * case.arch.vocab_size / case.layout.tp * WIDE, most)
 
 
-def _gathered(case: Case, base: Params) -> float:
+def _gathered(case: Case) -> float:
     """Of the largest layer."""
     if case.layout.dp == 1:
         return 0.0
     layout = case.layout
-    whole = dataclasses.replace(case, layout=Layout(tp=layout.tp, ep=layout.ep if layout.expert_axes == ("tp",) else 1))
-    layers = (slot.layer for group in groups(case) for slot in group)
-    return max(numbers_here(layer_specs(case.arch, layer), whole) for layer in layers) * case.itemsize
+    whole = Layout(tp=layout.tp, ep=layout.ep if layout.expert_axes == ("tp",) else 1)
+    layers = {slot.layer for group in groups(case) for slot in group}
+    return max(_of_layer(case.arch, layer, whole) for layer in layers) * case.itemsize
+
+
+@functools.lru_cache(maxsize=512)
+def _of_layer(arch: Architecture, layer: Layer, layout: Layout) -> int:
+    return numbers_here(layer_specs(arch, layer), arch, layout)

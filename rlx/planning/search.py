@@ -12,7 +12,7 @@ from rlx.planning.case import Case
 from rlx.planning.estimate import memory
 from rlx.planning.hardware import DEVICES, Device
 
-LAYOUTS = 40  # of as many devices, the nearest
+LAYOUTS = 12  # of as many devices, the nearest
 LEAST_TOKENS = 1024  # of a row
 MOST_NODES = 64  # times as many devices as planned
 

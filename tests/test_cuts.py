@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
-from rlx import cuts
+from rlx import assemble, cuts, edge
 from rlx.config.schema import TaskSourceConfig
 from rlx.environments import Environments, openings
 from rlx.envs.chat import load_chat_tokenizer
@@ -17,6 +18,8 @@ from rlx.envs.tasks import build_tasks
 from rlx.envs.tool_calls import write_call
 from rlx.envs.web_project import read_projects, reference
 from rlx.envs.web_tasks import WebTasks
+from rlx.proxy.edge import EdgeOptions
+from rlx.proxy.split import SplitOptions
 from rlx.rollout.collect import Sampling, collect
 from rlx.rollout.cuts import CutRefused, CutStore
 from rlx.types import StopReason
@@ -45,6 +48,8 @@ def recipe(tmp_path_factory):
     browser.require()
     directory = tmp_path_factory.mktemp("cuts")
     tiny = tiny_run.write(directory)
+    config = directory / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 16384}))
 
     def write(name, **options):
         lines = SOURCE.format(options=options)
@@ -166,3 +171,56 @@ def test_options_that_cannot_be_honoured_are_refused(options, said):
     source = TaskSourceConfig("web_projects", "", options, 1, 1.0, "", "web_project")
     with pytest.raises(ValueError, match=said):
         check_source("web", source)
+
+
+def speak(monkeypatch, say):
+    """The engine of a run says the texts of `say(prompt, how many)`."""
+    made = []
+
+    class Engine(Speaking):
+        async def generate(self, request):
+            self.texts += say(self.tokenizer.written_out(request.prompt), len(request.seeds))
+            return await super().generate(request)
+
+    def make_engine(config, model, params, version):
+        made.append(Engine(model.tokenizer, [], context=8192))
+        return made[-1]
+
+    monkeypatch.setattr(assemble, "make_engine", make_engine)
+    return made
+
+
+@pytest.mark.slow
+def test_a_policys_own_passes_are_recorded(monkeypatch, recipe, tmp_path, capsys):
+    right = texts_of("converter", "hermes", 0, 2)
+    # In rounds: both attempts' first responses, their second ones, and so on; the second attempt does nothing.
+    texts = iter([right[0], "No.", right[1], "No.", right[2], right[3]])
+    speak(monkeypatch, lambda prompt, count: [next(texts) for _ in range(count)])
+    path = recipe("policy", projects=["converter"])
+    words = tiny_run.arguments(path, rollout__max_new_tokens=1900, producer__session_token_limit=6200)
+    assert cuts.main(["record", *words, f"--cuts={tmp_path}", "--from=policy", "--attempts=2"]) == 0
+    assert "1 cuts of 1 tasks" in capsys.readouterr().out
+    [(_, cut)] = CutStore(tmp_path)
+    assert (cut.name, len(cut.responses)) == ("web/converter, step 2", 2)
+
+
+@pytest.mark.slow
+def test_edge_attempts_cuts_as_any_task(monkeypatch, recipe, recorded):
+    """One of two attempts at the third step passes, none at the second."""
+    work, done = texts_of("counter", "hermes", 2, 3)
+
+    def say(prompt, count):
+        begins = "Step 3" in prompt.rpartition("<|im_start|>user")[2]
+        return [work, done][:count] if begins else [done] * count
+
+    made = speak(monkeypatch, say)
+    options = {"projects": ["counter"], "cuts": str(recorded), "cuts_alone": True, "until": "step"}
+    config = tiny_run.config(
+        recipe("edge", **options), rollout__max_new_tokens=1900, producer__session_token_limit=6200
+    )
+    edges = EdgeOptions(0.1, 0.9, 0.4, first_attempts=2, most_attempts=2, at_once=2)
+    found = edge.find(config, edges, SplitOptions())
+    passes = {row["task"]: row["passes"] for row in found.record["evidence"]}
+    assert passes == {"web/counter/2-2": 0, "web/counter/3-3": 1}
+    assert found.record["train"][0] == "web/counter/3-3", "it has most signal"
+    assert made[0].requests

@@ -28,6 +28,7 @@ from rlx.types import Task
 PROJECTS = Path(__file__).parent / "web_projects"
 GRADER = "web_project"
 SHOWN_FAILURES = 3
+FAULTS = (SandboxError, BrowserBroken)  # not of the workspace
 
 INTRODUCTION = """You are building a small web site in a workspace, in {steps}: plain HTML, CSS and JavaScript,
 {server}. Keep the element ids that the instructions name. Files: {files}.
@@ -171,18 +172,23 @@ class WebProject:
         return Step(NEXT.format(number=self.step_number + 1, instruction=instruction))
 
     async def grade(self) -> Grade:
+        """A browser or a sandbox that fails is asked once more; then there is no verdict, `Outcome.ERROR`."""
         start = time.perf_counter()
         try:
-            done = await check_steps(self._shop, await self._end(), self._steps())
-        except (SandboxError, BrowserBroken) as error:
+            done = await self._check_again_after_a_failure()
+        except FAULTS as error:
             detail = f"{type(error).__name__}: {error}"
             return Grade(0.0, "", detail, time.perf_counter() - start, Outcome.ERROR)
         passed = sum(c.passed for c in done)
         share = passed / len(done)
-        reward = share if self._partial else float(share == 1.0)
-        return Grade(
-            reward, f"{passed} of {len(done)} checks", _failures(done), time.perf_counter() - start, Outcome.GRADED
-        )
+        reward, seen = share if self._partial else float(share == 1.0), f"{passed} of {len(done)} checks"
+        return Grade(reward, seen, _failures(done), time.perf_counter() - start, Outcome.GRADED)
+
+    async def _check_again_after_a_failure(self) -> list[Checked]:
+        try:
+            return await check_steps(self._shop, await self._end(), self._steps())
+        except FAULTS:
+            return await check_steps(self._shop, await self._end(), self._steps())
 
     async def _end(self) -> bytes:
         """The workspace, whose sandbox gives its place to those of the checks."""

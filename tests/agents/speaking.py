@@ -29,7 +29,9 @@ class Speaking:
         check_request(request, self.tokenizer.vocab_size, self.context)
         self.requests.append(request)
         await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
-        text = self.texts.pop(0)
+        return [self._say(self.texts.pop(0), request) for _ in request.seeds]
+
+    def _say(self, text: str, request: Request) -> Completion:
         if text == "fails":
             raise EngineError("it fell over", reason="dead")
         ids = [*self.tokenizer.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.end_of_turn_id]
@@ -37,7 +39,7 @@ class Speaking:
         tokens = np.array(ids[: request.max_new_tokens], np.int32)
         logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 100
         spans = (VersionSpan(self.version, 0, len(tokens)),)
-        return [Completion(tokens, logprobs, None, spans, StopReason.LENGTH if cut else StopReason.STOP)]
+        return Completion(tokens, logprobs, None, spans, StopReason.LENGTH if cut else StopReason.STOP)
 
     async def load(self, weights: Any, version: int, /) -> None:
         self.version = version

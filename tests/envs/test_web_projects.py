@@ -9,12 +9,11 @@ from rlx.envs import web_checks
 from rlx.envs.browser import BrowserBroken
 from rlx.envs.env import ToolCall
 from rlx.envs.grading import Outcome
-from rlx.envs.web_checks import Answer, Asked, Check
+from rlx.envs.web_checks import Answer, Asked, Check, run_checks
 from rlx.envs.web_project import (
     Project,
     ProjectStep,
     WebProject,
-    check_steps,
     project_task,
     read_project,
     read_projects,
@@ -30,17 +29,26 @@ def failed(checks):
     return [f"{c.name}: {c.detail}" for c in checks if not c.passed]
 
 
+async def checked(shop, work):
+    """What comes of each (files, check), one after the other on one profile."""
+    sites = iter([tar(files) for files, _ in work])
+    return await run_checks(shop.browser, lambda: site_of(next(sites), shop.sandboxes), [check for _, check in work])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("some", [slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)])
 def test_references_pass_everything_and_no_step_is_done_before_it_is_begun(some):
     async def main():
         async with workshop() as shop:
             for project in list(PROJECTS.values())[some]:
-                end = len(project.steps)
-                assert failed(await check_steps(shop, tar(project.solved(end)), project.steps)) == [], project.name
-                for k, step in enumerate(project.steps):
-                    undone = await check_steps(shop, tar(project.solved(k)), (step,))
-                    assert failed(undone), f"{project.name}: step {k + 1} asks for nothing"
+                steps = project.steps
+                solved = [(project.solved(len(steps)), check) for step in steps for check in step.checks]
+                before = [(project.solved(k), check) for k, step in enumerate(steps) for check in step.checks]
+                done = await checked(shop, solved + before)
+                assert failed(done[: len(solved)]) == [], project.name
+                undone = iter(done[len(solved) :])
+                for k, step in enumerate(steps):
+                    assert failed([next(undone) for _ in step.checks]), f"{project.name}: step {k + 1} asks for nothing"
 
     asyncio.run(main())
 

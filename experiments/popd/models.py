@@ -1,7 +1,8 @@
-"""The transfer study's models and tasks: three sizes of one family, that know the answer and often write another.
+"""The transfer study's models and tasks: a target and proxies, that know the answer and often write another.
 
 A question is five digits; the answer is the same digits, sorted from the largest down. There was less noise in the
-target's examples than in the proxies': its base passes more often than what RL makes of them.
+target's examples than in the proxies': its base passes more often than what RL makes of them. `older` is a proxy of
+another family of models with the same vocabulary, Qwen2's.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ class Size(NamedTuple):
     noise: float  # share of the digits of its examples that are drawn at random
     steps: int  # supervised ones
     dimensions: dict[str, int]
+    family: str = "qwen3"
 
 
 SIZES: dict[str, Size] = {
     "target": Size(0.15, 800, {"hidden_size": 128, "intermediate_size": 384, "num_layers": 4, "head_dim": 32}),
     "mid": Size(0.4, 800, {"hidden_size": 64, "intermediate_size": 192, "num_layers": 2, "head_dim": 16}),
     "small": Size(0.4, 800, {"hidden_size": 32, "intermediate_size": 96, "num_layers": 1, "head_dim": 8}),
+    "older": Size(
+        0.4, 800, {"hidden_size": 64, "intermediate_size": 192, "num_layers": 2, "head_dim": 16}, family="qwen2"
+    ),
 }
 
 
 def architecture(name: str) -> Architecture:
     more: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tied": True}
-    return dense("qwen3", vocab_size=256 + len(SPECIAL), max_positions=64, **SIZES[name].dimensions, **more)
+    return dense(SIZES[name].family, vocab_size=256 + len(SPECIAL), max_positions=64, **SIZES[name].dimensions, **more)
 
 
 def write_random_model(directory: Path, name: str) -> int:

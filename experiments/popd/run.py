@@ -70,6 +70,8 @@ THEN: tuple[Line, ...] = (
     popd("mean of mid and small", ("mid", "small"), 1.0),
     popd("mid expert of 10 updates", ("mid@10",), 1.0),
     popd("small expert of 10 updates", ("small@10",), 1.0),
+    popd("P-OPD from a proxy of an older family", ("older",), 1.0),
+    Line("OPD from a proxy of an older family", OPD, ("older",)),
     Line("OPD-FT mid", f"{OPD}:rewarded", ("mid",)),
     Line("OPD-URM mid", f"{OPD}:agreeing", ("mid",)),
     popd("P-OPD mid, sampled form", ("mid",), 1.0, ("objective.distill.form", "sampled")),

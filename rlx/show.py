@@ -22,7 +22,7 @@ from rich.text import Text
 from rlx import cli
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.metrics.sample_page import choose, write_page
-from rlx.metrics.shown import extremes
+from rlx.metrics.shown import extremes, num_turns
 from rlx.metrics.view import Record, RunView, number, read_run, read_samples, setting
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -154,7 +154,9 @@ def sample_panel(record: Record) -> RenderableType:
     colour = "green" if reward >= 1 else "red" if reward <= 0 else "yellow"
     grade = record["grade"]
     read = f", read as {grade['extracted']!r}" if grade.get("extracted") is not None else ""
-    ended = f"{len(record['logprobs'])} tokens, ended by {record['stop_reason']}"
+    turns = num_turns(record)
+    within = f" in {turns} turns" if turns > 1 else ""
+    ended = f"{len(record['logprobs'])} tokens{within}, ended by {record['stop_reason']}"
     body = Text.assemble(
         (record["question"], "bold"), "\n", cut, "\n", (f"answer {record['answer']}{read}; {ended}", "dim")
     )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rlx.envs.chat import ChatTokenizer
 from rlx.envs.detokenize import Decode, token_texts
 from rlx.metrics.jsonl import encode
+from rlx.metrics.shown import num_turns
 from rlx.metrics.view import Record, RunView, number, read_run, read_samples, setting
 
 TEMPLATE = Path(__file__).with_name("sample_page.html")
@@ -124,6 +125,7 @@ def _shown(record: Record, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
         "extracted": grade.get("extracted"),
         "detail": grade.get("detail", ""),
         "length": len(record["logprobs"]),
+        "turns": num_turns(record),
         "prompt_length": start,
     }
     if tokenizer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rlx.metrics.view import Record, number
@@ -15,6 +16,12 @@ def shown_samples(groups: Sequence[Group], most: int) -> list[Sample]:
     pairs = max((len(samples) + 1) // 2 for samples in ranked) if ranked else 0
     in_turn = [sample for i in range(pairs) for samples in ranked for sample in samples[2 * i : 2 * i + 2]]
     return in_turn[:most]
+
+
+def num_turns(record: Record) -> int:
+    """Stretches of tokens that the policy wrote, with something said to it between each two."""
+    spans = sorted((start, end) for _, start, end in record["versions"])
+    return len(spans) - sum(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 
 def is_due(update: int, every: int, last: int) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlx.metrics.shown import extremes, is_due, shown_samples
+from rlx.metrics.shown import extremes, is_due, num_turns, shown_samples
 from tests.records import make_group
 
 
@@ -41,3 +41,17 @@ def test_evaluations_are_shown_where_nothing_was_trained():
     records = [record(0, "a", 1.0, "eval"), record(0, "b", 0.0, "eval")]
     assert extremes(records, 1) == ([records[0]], [records[1]])
     assert extremes([*records, record(1, "c", 1.0), record(1, "d", 0.5)], 1)[0][0]["task"] == "c"
+
+
+@pytest.mark.parametrize(
+    "versions, turns",
+    [
+        ([], 0),
+        ([[0, 3, 5]], 1),
+        ([[0, 3, 5], [1, 5, 7]], 1),
+        ([[0, 3, 5], [1, 8, 9]], 2),
+        ([[0, 3, 5], [0, 7, 8], [1, 8, 9], [1, 10, 12]], 3),
+    ],
+)
+def test_turns_are_what_was_written_without_a_gap(versions, turns):
+    assert num_turns({"versions": versions}) == turns

@@ -243,10 +243,13 @@ class LocalSandbox:
         def first() -> int | None:
             return processes.first_process(handles[0]) if handles else None
 
-        def kill(leader: int) -> None:
+        def kill(leader: int, has_ended: bool) -> None:
             if (process := first()) is not None:
-                processes.kill(process)  # the kernel ends its namespace with it, whatever is in there
-            processes.kill_group(leader)
+                processes.kill(process, leader)  # the kernel ends its namespace with it, whatever is in there
+            if not (
+                handles and has_ended
+            ):  # bubblewrap is alone in its group, and nobody must get its number's signals
+                processes.kill_group(leader)
             if group:
                 group.kill()
 

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import signal
+from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -33,9 +34,26 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def kill(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process, signal.SIGKILL)
+def kill(process: int, parent: int) -> None:
+    """SIGKILL to a child of `parent`, or of this process: another may have its number by now, and is left alone."""
+    if process in _children(parent) or _is_ours(process):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _children(process: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
+
+
+def _is_ours(process: int) -> bool:
+    """Whether it is a child of this process that has not been waited for."""
+    try:
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def bury(process: int) -> bool:

@@ -22,7 +22,7 @@ _SIGNALS = {128 + signal.SIGXCPU: Limit.CPU}
 class Tree(NamedTuple):
     """What is known of a command's processes beside the first."""
 
-    kill: Callable[[int], None]  # all that the process of this id started, and itself
+    kill: Callable[[int, bool], None]  # all that the process of this id started, and itself where it has not ended
     over: Callable[[], Limit | None]  # a limit that has been passed; may take milliseconds
     ended: Callable[[], Limit | None]  # the limit that made the system end it
     settle: Callable[[], bool]  # whether nothing is left of it
@@ -105,7 +105,7 @@ async def execute(
     finally:
         timer.cancel()
         watching.cancel()
-        tree.kill(process.pid)
+        tree.kill(process.pid, process.returncode is not None)
         try:
             code = await asyncio.shield(ending)
             await asyncio.shield(_settle(tree, process.pid))
@@ -160,6 +160,6 @@ async def _settle(tree: Tree, process: int) -> None:
     for wait_s in (0.0, 0.001, 0.003, 0.01, 0.03, *[0.1] * 50):
         if tree.settle():
             return
-        tree.kill(process)
+        tree.kill(process, True)
         await asyncio.sleep(wait_s)
     raise SandboxError("processes of a command are still there five seconds after they were killed")

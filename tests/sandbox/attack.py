@@ -22,6 +22,8 @@ class Attack(NamedTuple):
 
 
 REFUSED = frozenset({None})
+# What has filled up, at whatever speed.
+FULL = frozenset({None, Limit.MEMORY, Limit.DISK, Limit.FILES, Limit.WALL, Limit.CPU})
 FOREVER = frozenset({Limit.WALL, Limit.CPU})
 _REFUSE = """
 def refused(what, action):

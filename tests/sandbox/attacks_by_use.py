@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rlx.sandbox.base import Limit
-from tests.sandbox.attack import FOREVER, attack
+from tests.sandbox.attack import FOREVER, FULL, attack
 
 MEMORY_AND_DISK = (
     attack(
         "memory hog",
         "hog = [bytearray(1 << 22) for _ in iter(int, 1)]",
-        frozenset({Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -20,7 +20,7 @@ MEMORY_AND_DISK = (
         hog = []
         while True: hog.append(b"x" * (1 << 21))
         """,
-        frozenset({Limit.MEMORY, None}) | FOREVER,
+        FULL,
         held=False,
     ),
     attack(
@@ -34,7 +34,7 @@ MEMORY_AND_DISK = (
                 raise OSError(ctypes.get_errno(), "mlock")
         refused("mlock", lock)
         """,
-        frozenset({Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -46,7 +46,7 @@ MEMORY_AND_DISK = (
                 for _ in range(64): os.write(file, b"x" * (1 << 20))
         refused("memfd", fill)
         """,
-        frozenset({Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -61,7 +61,7 @@ MEMORY_AND_DISK = (
                 ctypes.memset(address, 1, 1 << 24)
         refused("shm", fill)
         """,
-        frozenset({Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -73,7 +73,7 @@ MEMORY_AND_DISK = (
                 for _ in range(4096): file.write(b"x" * (1 << 20))
         refused("file", fill)
         """,
-        frozenset({Limit.DISK, Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -94,7 +94,7 @@ MEMORY_AND_DISK = (
                 with open(f"part{i}", "wb") as file: file.write(b"x" * (1 << 20))
         refused("files", fill)
         """,
-        frozenset({Limit.DISK, Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -109,7 +109,7 @@ MEMORY_AND_DISK = (
                 kept[-1].flush()
         refused("deleted", fill)
         """,
-        frozenset({Limit.DISK, Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -119,7 +119,7 @@ MEMORY_AND_DISK = (
             for i in range(1_000_000): open(f"f{i}", "w").close()
         refused("inodes", fill)
         """,
-        frozenset({Limit.FILES, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -131,7 +131,7 @@ MEMORY_AND_DISK = (
                 os.chdir("d")
         refused("depth", dig)
         """,
-        frozenset({Limit.FILES, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -142,7 +142,7 @@ MEMORY_AND_DISK = (
                 with open(f"/tmp/{i}", "wb") as file: file.write(b"x" * (1 << 20))
         refused("/tmp", fill)
         """,
-        frozenset({Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack(
@@ -153,7 +153,7 @@ MEMORY_AND_DISK = (
                 with open(f"/dev/shm/{i}", "wb") as file: file.write(b"x" * (1 << 20))
         refused("/dev/shm", fill)
         """,
-        frozenset({Limit.MEMORY, None}),
+        FULL,
         held=False,
     ),
     attack("endless output", "while True: os.write(1, b'x' * 65536)", frozenset({Limit.OUTPUT})),

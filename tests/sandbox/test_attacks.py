@@ -19,7 +19,7 @@ from tests.sandbox.attacks import ATTACKS
 
 SECRET = "the-other-session's-secret-4711"
 LIMITS = SandboxLimits(
-    wall_s=4.0,
+    wall_s=5.0,
     cpu_s=1.0,
     cores=1.0,
     memory_bytes=64 << 20,

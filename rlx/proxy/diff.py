@@ -46,6 +46,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("tasks.train", "tasks.split", "tasks.held_out"), "must change", "edge tasks are those that this model "
          "sometimes passes; another model has others"),
     Rule(("simulate",), "must change", "durations and lengths are measured on the model"),
+    Rule(("frozen",), "must stay", "teachers and signals are what is learned from"),
+    Rule(("collapse",), "search again", "bounds follow the lengths and the entropy of the model's own responses"),
     Rule(("objective", "learner", "rollout"), "must stay", "it is the algorithm that is being compared"),
     Rule(("tasks", "tools", "grader"), "carries over", "tasks, sandboxes and graders do not know the model"),
     Rule(("producer",), "carries over", "timeouts and repairs belong to sandboxes and servers"),

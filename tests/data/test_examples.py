@@ -1,14 +1,19 @@
 """Supervised examples: split by question, dealt out in full rows, each once an epoch."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.data.examples import digest, epoch_batches, full_batches, most_that_fit, split
+from rlx.data.examples import digest, epoch_batches, full_batches, most_that_fit, read_examples, split
 from rlx.data.packing import PackingConfig, Trajectory, pack, rows_needed
+from rlx.envs.chat import load_chat_tokenizer
+from rlx.envs.conversation import open_conversation
+from rlx.envs.python_tool import PYTHON
+from tests.tiny_tokenizer import IM_END, build
 
 PACKING = PackingConfig(row_tokens=32, row_targets=32, rows=2, capacity=2, head_size=0)
 
@@ -86,3 +91,45 @@ def test_a_digest_is_of_tokens_masks_and_order():
     a, b = example(1, 6), example(2, 6)
     assert digest([a, b]) == digest([example(1, 6), example(2, 6)])
     assert len({digest(x) for x in ([a, b], [b, a], [a], [example(1, 6, written=2), b])}) == 4
+
+
+# ---------------------------------------------------------------------------------------------------- several turns
+
+TURNS = ["Let me see.", "4", "It is 4."]
+
+
+@pytest.fixture(scope="module")
+def conversation(tmp_path_factory):
+    chat = load_chat_tokenizer(build(tmp_path_factory.mktemp("tokenizer")), "", "")
+    return open_conversation(chat, "plain", (PYTHON,))
+
+
+def write(path, record):
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_an_example_of_several_turns_is_rendered_as_a_session_is(tmp_path, conversation):
+    path = write(tmp_path / "a.jsonl", {"question": "2 + 2?", "environment": "python_tool", "turns": TURNS})
+    chat = conversation.chat
+    (read,) = read_examples(path, chat, 512, (), {"python_tool": conversation})
+    first, last = (np.append(chat.encode(text), IM_END) for text in (TURNS[0], TURNS[2]))
+    between = conversation.following(["4"], first)
+    np.testing.assert_array_equal(read.tokens, np.concatenate([conversation.opening("2 + 2?"), first, between, last]))
+    assert chat.written_out(read.tokens[read.mask]) == "Let me see.<|im_end|>It is 4.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"turns": TURNS[:2]}, "must be"),
+        ({"turns": []}, "must be"),
+        ({"turns": ["a", "", "b"]}, "must be"),
+        ({"turns": "a"}, "must be"),
+        ({"environment": "code"}, "line 1: environment 'code'; the configuration's sources have 'python_tool'"),
+    ],
+)
+def test_turns_that_are_none_are_refused(tmp_path, conversation, change, said):
+    path = write(tmp_path / "a.jsonl", {"question": "?", "environment": "python_tool", "turns": TURNS, **change})
+    with pytest.raises(ValueError, match=said):
+        read_examples(path, conversation.chat, 512, (), {"python_tool": conversation})

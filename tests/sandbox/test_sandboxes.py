@@ -7,10 +7,13 @@ import contextlib
 import dataclasses
 import io
 import os
+import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -20,6 +23,7 @@ from rlx.sandbox import isolation, storage
 from rlx.sandbox.base import Limit, PathError, SandboxError
 from rlx.sandbox.local import LocalSandboxes
 from rlx.sandbox.pool import Sandboxes
+from tests import waiting
 from tests.sandbox.daytona_service import KEY, Service
 
 
@@ -46,19 +50,22 @@ LIMITS = SandboxLimits(
 )
 
 
-@contextlib.asynccontextmanager
-async def pool(kind, tmp_path, monkeypatch, busy=0, **changes) -> AsyncIterator[Sandboxes]:
-    config = SandboxConfig(
+def config_of(kind: Literal["bubblewrap", "subprocess", "daytona"], directory: str) -> SandboxConfig:
+    return SandboxConfig(
         kind=kind,
         max_open=4,
         max_running=2,
-        directory=str(tmp_path),
+        directory=directory,
         read_only=(),
         url="",
         api_key="TEST_DAYTONA_KEY",
         limits=LIMITS,
     )
-    config = dataclasses.replace(config, **changes)
+
+
+@contextlib.asynccontextmanager
+async def pool(kind, tmp_path, monkeypatch, busy=0, **changes) -> AsyncIterator[Sandboxes]:
+    config = dataclasses.replace(config_of(kind, str(tmp_path)), **changes)
     if kind != "daytona":
         async with Sandboxes(config) as sandboxes:
             yield sandboxes
@@ -239,13 +246,13 @@ def test_a_cancelled_command_leaves_nothing(tmp_path, monkeypatch):
     async def main():
         async with pool("bubblewrap", tmp_path, monkeypatch) as sandboxes:
             sandbox = await sandboxes.open()
-            running = asyncio.create_task(sandbox.run(["sh", "-c", "touch begun; sleep 61.5"]))
+            command = asyncio.create_task(sandbox.run(["sh", "-c", "touch begun; sleep 61.5"]))
             while await sandbox.list() != ["begun"]:
                 await asyncio.sleep(0.02)
-            running.cancel()
+            command.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await running
-            assert not [p for p in os.listdir("/proc") if p.isdigit() and b"61.5" in command_line(p)]
+                await command
+            assert not programs("61.5")
             assert (await sandbox.run(["echo", "on"])).stdout == b"on\n"
 
     asyncio.run(main())
@@ -286,10 +293,52 @@ def test_one_that_cannot_be_made_leaves_nothing_and_gives_its_place_back(tmp_pat
     asyncio.run(main())
 
 
+def programs(word: str) -> list[str]:
+    """Processes of this machine with a word in their command."""
+    return [p for p in os.listdir("/proc") if p.isdigit() and word.encode() in command_line(p).split(b"\0")]
+
+
 def command_line(process: str) -> bytes:
     with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:
         return file.read()
     return b""
+
+
+ABANDONED = """
+import asyncio, sys
+from rlx.sandbox.pool import Sandboxes
+from tests.sandbox.test_sandboxes import config_of
+
+async def main():
+    async with Sandboxes(config_of("bubblewrap", sys.argv[1])) as sandboxes:
+        sandbox = await sandboxes.open()
+        running = asyncio.create_task(sandbox.run(["sh", "-c", "setsid sleep 62.5 & touch begun; wait"]))
+        while not await sandbox.list():
+            await asyncio.sleep(0.02)
+        print("begun", flush=True)
+        await running
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_when_this_process_is_killed_its_programs_end_and_the_next_one_clears_up(tmp_path, monkeypatch):
+    command = [sys.executable, "-c", ABANDONED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ".:kernels"}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        assert programs("62.5")
+        process.kill()
+    assert waiting.comes(lambda: not programs("62.5"))
+    assert len(list(tmp_path.iterdir())) == 1
+
+    async def main():
+        async with pool("bubblewrap", tmp_path, monkeypatch):
+            assert len(list(tmp_path.iterdir())) == 1
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_bubblewrap_is_said_with_the_way_to_install_it(tmp_path, monkeypatch):

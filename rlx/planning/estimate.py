@@ -13,15 +13,15 @@ from rlx.planning.case import Case
 from rlx.planning.memory import WIDE, Held, Temporaries, held, temporaries
 
 WEIGHTS = Temporaries(
-    kept=1.0,
-    layer=4.0,
-    scores=3.1,
+    kept=1.75,
+    layer=0.5,
+    scores=3.13,
     exchange=2.0,
     recurrent=6.0,
-    logits=2.0,
-    head=2.0,
+    logits=2.5,
+    head=1.0,
     gradients=1.0,
-    gathered=2.0,
+    gathered=1.4,
     cast=1.0,
 )
 

@@ -1,6 +1,5 @@
 """Cuts of web projects from the command line to tasks, `collect` and `rlx edge`'s prompts."""
 
-import asyncio
 import dataclasses
 import json
 
@@ -9,7 +8,7 @@ import pytest
 
 from rlx import assemble, cuts, edge
 from rlx.config.schema import TaskSourceConfig
-from rlx.environments import Environments, openings
+from rlx.environments import Environments, entered, openings
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.graders import GraderPool
 from rlx.envs.grading import Outcome
@@ -18,6 +17,7 @@ from rlx.envs.tasks import build_tasks
 from rlx.envs.tool_calls import write_call
 from rlx.envs.web_project import read_projects, reference
 from rlx.envs.web_tasks import WebTasks
+from rlx.interrupt import Preemption
 from rlx.proxy.edge import EdgeOptions
 from rlx.proxy.split import SplitOptions
 from rlx.rollout.collect import Sampling, collect
@@ -117,12 +117,12 @@ def test_a_session_starts_at_a_cut_and_is_graded_on_the_steps_after_it(recipe, r
     engine = Speaking(chat, texts, context=8192)
     sampling = Sampling(1, 4000, 1.0, False, 0, 8000, 300.0)
 
-    async def main():
-        with GraderPool(config.grader, ()) as graders:
-            async with Environments(config, chat, graders) as environments:
-                return await collect(engine, environments, [(0, asked)], sampling)
-
-    [group] = asyncio.run(main())
+    with (
+        GraderPool(config.grader, ()) as graders,
+        Preemption() as loop,  # as a run has it: in a thread
+        entered(Environments(config, chat, graders), loop) as environments,
+    ):
+        [group] = loop.run(collect(engine, environments, [(0, asked)], sampling))
     [sample] = group.samples
     assert (sample.reward, sample.stop_reason, sample.grade["outcome"]) == (reward, StopReason.STOP, Outcome.GRADED)
     assert detail in sample.grade["detail"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -133,8 +134,15 @@ class Environments:
 
 @contextlib.contextmanager
 def entered(environments: Environments, preemption: Preemption) -> Iterator[Environments]:
-    """`environments`, open on the loop of a run."""
+    """`environments`, open on the loop of a run. What does not protect this machine from programs is said on stderr."""
     preemption.finish(environments.__aenter__())
+    unprotected = [what for what, how in environments.describe().items() if "NOT PROTECTED" in how]
+    if unprotected:
+        print(
+            f"sandbox.kind: programs are not isolated; not protected: {', '.join(unprotected)} (docs/sandboxes.md)",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         yield environments
     finally:

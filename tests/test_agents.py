@@ -1,6 +1,7 @@
 """Runs whose sessions are an outside agent's: a program that asks twice and prints what it was told last."""
 
 import asyncio
+import dataclasses
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from rlx.environments import Environments
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.graders import GraderPool
+from rlx.envs.sources import check_source
 from rlx.envs.tasks import build_tasks
 from rlx.rollout.collect import Sampling, collect
 from rlx.train import train
@@ -70,3 +72,10 @@ def test_a_policy_is_trained_through_an_agent(recipe, lag):
     samples = tiny_run.records(config.run.path / "samples.jsonl")
     assert samples
     assert all(sample["grade"]["outcome"] == "graded" for sample in samples)
+
+
+@pytest.mark.parametrize("environment, agent", [("agent", ()), ("", ("python", "agent.py"))])
+def test_the_environment_and_its_command_go_together(recipe, environment, agent):
+    source = tiny_run.config(recipe, **KEYS).tasks.sources["digits"]
+    with pytest.raises(ValueError, match=r"tasks\.sources\.digits\.agent"):
+        check_source("digits", dataclasses.replace(source, environment=environment, agent=agent))

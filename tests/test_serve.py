@@ -28,9 +28,9 @@ def recipe(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def served(recipe, directory):
+def served(recipe, directory, **changes):
     """OPENAI_BASE_URL of a server."""
-    words = tiny_run.arguments(recipe, **KEYS)
+    words = tiny_run.arguments(recipe, **KEYS | changes)
     process = tiny_run.start("rlx.serve", *words, "--port=0", f"--to={directory}")
     try:
         line = process.stdout.readline()

@@ -26,7 +26,7 @@ from rlx.sync.session import update_session
 from rlx.sync.staging import Staged
 
 SCRIPT = Path(__file__).resolve().parents[1] / "engine_env" / "broadcast_weights.py"
-END_S = 5.0
+END_S = 30.0  # for a killed process to be gone, on a busy machine
 _GROUPS = itertools.count()
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from experiments.popd import models
 from experiments.popd.recipe import EXPERT_UPDATES
-from experiments.popd.run import FIRST, LAMBDAS, SEEDS, SHARE_KEPT, THEN, UPDATE_SHARE, Result, results
+from experiments.popd.run import LAMBDAS, LINES, SEEDS, SHARE_KEPT, UPDATE_SHARE, Result, results
 from rlx.models.spec import count_parameters
 from rlx.proxy.calibration import fit_lambda
 from rlx.proxy.report import Table, markdown_table
@@ -92,7 +92,7 @@ def popd_line(proxy: str, lam: float) -> str:
 
 def table(found: Found) -> Table:
     rows = []
-    for line in (*FIRST, *THEN):
+    for line in LINES:
         kept = found.of(line.name)
         stopped = sum(bool(r.collapsed) for r in kept)
         rows.append(
@@ -219,7 +219,7 @@ def _updates(found: Found) -> list[tuple[str, str, bool | None]]:
 def page(kept: list[Result], remarks: str) -> str:
     found = Found(kept)
     sizes = {name: count_parameters(models.architecture(name)) for name in models.SIZES}
-    every = (len(FIRST) + len(THEN)) * len(SEEDS)
+    every = len(LINES) * len(SEEDS)
     parts = [HEAD.format(updates=EXPERT_UPDATES, **sizes)]
     if len(kept) < every:
         parts.append(f"{len(kept)} of {every} runs are done; what follows is of these.\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlx.config.profiles import admission
 from rlx.config.schema import Config
 
 QUESTION = ""  # the environment of a source that only asks and grades: one turn
@@ -43,15 +44,34 @@ def _sessions(config: Config) -> list[str]:
     if 0 < targets < min(longest, config.tools.max_turns * new):
         why = f"{where}: the turns of one session may be longer together; set 0, or at least {longest}"
         problems.append(_said("learner.row_targets", targets, why))
-    most = max(config.rollout.group_size, config.eval.attempts_per_task)
-    if 2 * most > config.sandbox.max_open:
-        why = f"{where}: the {most} sessions of a task are open together, with a sandbox each and one to grade it"
-        problems.append(_said("sandbox.max_open", config.sandbox.max_open, f"{why}; set at least {2 * most}"))
+    problems += _sandboxes(config, where)
     needed = config.tools.call_seconds + 5.0
     if producer.environment_timeout_s < needed:
         why = f"config.tools.call_seconds = {config.tools.call_seconds} could not be reached; set at least {needed}"
         problems.append(_said("producer.environment_timeout_s", producer.environment_timeout_s, why))
     return problems
+
+
+def _sandboxes(config: Config, where: str) -> list[str]:
+    """A session holds its sandbox until it is graded, for which another may be needed: with too few all would wait."""
+    together = max(config.rollout.group_size, config.eval.attempts_per_task)
+    wanted = {
+        2 * together: f"the {together} sessions of a task are open together, with a sandbox each and one to grade it"
+    }
+    producer, rollout = config.producer, config.rollout
+    if producer.max_policy_lag:
+        engines = len(config.inference.addresses) or config.inference.count or 1
+        slots = admission(config) * (engines if config.engine.kind == "sglang" else 1)
+        samples = producer.max_concurrent_samples or max(rollout.tasks_per_update * rollout.group_size, 2 * slots)
+        needed = samples + config.grader.workers
+        wanted[needed] = (
+            f"{samples} sessions are under way (config.producer.max_concurrent_samples), with a sandbox each until they "
+            f"are graded, and {config.grader.workers} are being graded"
+        )
+    most = max(wanted)
+    if most <= config.sandbox.max_open:
+        return []
+    return [_said("sandbox.max_open", config.sandbox.max_open, f"{where}: {wanted[most]}; set at least {most}")]
 
 
 def _said(key: str, value: Any, demand: str) -> str:

@@ -31,6 +31,11 @@ def test_sessions_of_several_turns_pass_with_a_limit():
         ({"learner.row_targets": 64}, "learner.row_targets = 64", "set 0, or at least 224"),
         ({"producer.environment_timeout_s": 12.0}, "producer.environment_timeout_s = 12.0", "set at least 15.0"),
         ({"sandbox.max_open": 8}, "sandbox.max_open = 8", "set at least 16"),
+        (
+            {"producer.max_policy_lag": 2, "producer.max_concurrent_samples": 300},
+            "sandbox.max_open = 256",
+            "300 sessions are under way (config.producer.max_concurrent_samples), with a sandbox each",
+        ),
     ],
 )
 def test_what_contradicts_is_named_with_the_way_out(changes, key, way_out):

@@ -20,7 +20,7 @@ from rlx.config import recipe
 from rlx.config.parse import parse, to_dict
 from rlx.config.schema import Config
 from rlx.metrics.jsonl import encode, read_json
-from rlx.plan import count
+from rlx.planning.counts import count
 from rlx.proxy.diff import Side, report
 
 EXIT_OTHER_ALGORITHM = 3

@@ -11,42 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
-from collections import Counter
 from typing import Any
 
 from absl import flags
-from flax import traverse_util
 
 from rlx import cli
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
-from rlx.models.description import Architecture, Experts, ParamSpec, slots
 from rlx.models.hf_config import read_config
-from rlx.models.lora import adapter_specs
-from rlx.models.spec import count_parameters, layer_specs
 from rlx.parallel.layout import LayoutError
 from rlx.planning import engine, report
 from rlx.planning.case import Case, case_of
 from rlx.planning.costs import Costs, costs
+from rlx.planning.counts import Counts, count
 from rlx.planning.estimate import Memory, memory
 from rlx.planning.hardware import DEVICES, Device
 from rlx.planning.memory import held
 from rlx.planning.search import Change, changes
-
-
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    total_parameters: int  # of the language model, without the adapter
-    trainable_parameters: int  # of the adapter, or all
-    active_parameters: int  # that a token passes through, the output head left out
-    adapted: dict[str, int]  # trainable parameters by linear layer, where there is an adapter
-
-    @property
-    def trainable_share(self) -> float:
-        return self.trainable_parameters / self.total_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +47,6 @@ class Plan:
         return self.memory.total <= self.device.usable
 
 
-def count(config: Config) -> Counts:
-    """Raises ValueError or OSError where config.model.path cannot be read, or has no such layers as lora.targets."""
-    arch = read_config(config.model.path)
-    total = count_parameters(arch)
-    adapted = adapter_parameters(arch, config) if config.lora.rank else {}
-    return Counts(total, sum(adapted.values()) if config.lora.rank else total, active_parameters(arch), adapted)
-
-
 def plan(config: Config) -> Plan:
     """Raises ValueError (LayoutError for a layout that the model or a batch does not allow) or OSError."""
     arch = read_config(config.model.path)
@@ -86,31 +61,6 @@ def plan(config: Config) -> Plan:
         cache=engine.cache(arch, config.model.dtype),
         changes=changes(case, device, state, served),
     )
-
-
-def adapter_parameters(arch: Architecture, config: Config) -> dict[str, int]:
-    """Of each kind of linear layer, by its module's path in a layer."""
-    counts: Counter[str] = Counter()
-    for path, spec in traverse_util.flatten_dict(adapter_specs(arch, config.lora)).items():
-        module = path[1:4] if path[1:3] == ("mlp", "experts") else path[1:3]
-        counts[".".join(module)] += math.prod(spec.shape)
-    return dict(counts)
-
-
-def active_parameters(arch: Architecture) -> int:
-    """Of routed experts only those that a token is sent to; embedding and norms count, the output head does not."""
-    total = count_parameters(arch)
-    for slot in slots(arch):
-        feed = slot.layer.mlp
-        if isinstance(feed, Experts):
-            routed = traverse_util.flatten_dict(layer_specs(arch, slot.layer)["mlp"]["experts"]).values()
-            each = sum(_size(spec) for spec in routed) // feed.count
-            total -= len(slot.numbers) * each * (feed.count - feed.top_k)
-    return total if arch.tied else total - arch.vocab_size * arch.hidden_size
-
-
-def _size(spec: ParamSpec) -> int:
-    return math.prod(spec.shape)
 
 
 def lines(found: Plan) -> list[str]:

@@ -83,9 +83,9 @@ def share(part: PartitionSpec, layout: Layout) -> int:
 
 def numbers_here(specs: Params, arch: Architecture, layout: Layout) -> int:
     """Numbers that one device holds of the arrays of these specs."""
-    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    parts = structure.flatten_up_to(partitions(specs, arch, layout))
-    return sum(math.prod(spec.shape) // share(part, layout) for spec, part in zip(leaves, parts, strict=True))
+    here = lambda spec, part: math.prod(spec.shape) // share(part, layout)  # noqa: E731
+    parts = partitions(specs, arch, layout)
+    return sum(jax.tree.leaves(jax.tree.map(here, specs, parts, is_leaf=lambda x: isinstance(x, ParamSpec))))
 
 
 def trained(case: Case) -> Params:

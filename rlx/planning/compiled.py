@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,14 +70,20 @@ def _applied(
     case: Case, step: StepConfig, trainable: Params, total: PyTree, places: PyTree, whole: NamedSharding
 ) -> Account:
     optimizer = make_optimizer(case.config.learner)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    state = LearnerState(number, number, number, trainable, jax.eval_shape(optimizer.init, trainable))
-    state = jax.tree.map(_like, state, state_shardings(optimizer, places, trainable, whole))
+
+    def fresh(trainable: Params) -> LearnerState:
+        number = jnp.zeros((), jnp.int32)
+        return LearnerState(number, number, number, trainable, optimizer.init(trainable))
+
+    shapes = jax.eval_shape(fresh, trainable)
+    state = jax.tree.map(_like, shapes, state_shardings(optimizer, places, trainable, whole))
     return _account(apply.lower(optimizer, state, total).compile())
 
 
 def _account(compiled: jax.stages.Compiled) -> Account:
     said = compiled.memory_analysis()
+    if said is None:
+        raise RuntimeError(f"the backend {jax.default_backend()} does not say what memory a program takes")
     return Account(said.argument_size_in_bytes, said.output_size_in_bytes, said.temp_size_in_bytes)
 
 
@@ -103,5 +109,5 @@ def micro_batch(case: Case, placement: Placement) -> MicroBatch:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=over_dp if sizes else whole)
 
     shapes = batch_shapes(case)
-    absent = dict.fromkeys(("head_ids", "head_logprobs", "routes"))
+    absent: dict[str, Any] = dict.fromkeys(("head_ids", "head_logprobs", "routes"))
     return MicroBatch(**(absent | {name: one(name, dtype, *sizes) for name, (dtype, sizes) in shapes.items()}))

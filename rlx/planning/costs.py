@@ -169,7 +169,7 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
     layers = [(group, slot) for group in groups(case) for slot in group]
     count = sum(repeats_here(case, group) for group, _ in layers)
     own, forwards = numbers(case).trained * WIDE, 2.0 if case.remat == "layer" else 1.0
-    sent = dict.fromkeys(AXES, 0.0)
+    sent: dict[str, float] = {}
     # After each of a layer's two row-parallel products, and of the gradient before each column-parallel one.
     sent["tp"] = 2 * of(layout.tp) * 2 * count * (forwards + 1) * d_stream
     sent["cp"] = of(layout.cp) * sum(

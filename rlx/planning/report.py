@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from rlx.config.schema import Config
 from rlx.planning.case import Case
 from rlx.planning.costs import Costs
+from rlx.planning.counts import Counts
 from rlx.planning.engine import Cache
 from rlx.planning.estimate import Memory
 from rlx.planning.hardware import GB, USABLE, Device
@@ -25,17 +25,7 @@ KINDS = {
 }
 
 
-class Counted(Protocol):
-    total_parameters: int
-    trainable_parameters: int
-    active_parameters: int
-    adapted: dict[str, int]
-
-    @property
-    def trainable_share(self) -> float: ...
-
-
-def parameters(counts: Counted, case: Case) -> list[str]:
+def parameters(counts: Counts, case: Case) -> list[str]:
     arch, lora = case.arch, case.config.lora
     total, active = (short(n) for n in (counts.total_parameters, counts.active_parameters))
     how = f"LoRA of rank {lora.rank}, routed experts {lora.experts}" if lora.rank else "every parameter"

@@ -60,7 +60,9 @@ class Root:
     def remove(self, workspace: str) -> None:
         if self.in_memory:
             _unmount(workspace)
-        files.remove(workspace)
+            os.rmdir(workspace)
+        else:
+            files.remove(workspace)
 
     def close(self) -> None:
         _clear(self.path)

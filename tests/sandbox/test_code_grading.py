@@ -106,13 +106,19 @@ def test_no_forgery_is_worth_anything():
     assert all(detail for _, _, detail in got.values())
 
 
-@pytest.mark.slow
-def test_human_evals_own_solutions_pass_and_stubs_do_not():
-    chosen = [
-        task for task in read_human_eval("he") if int(task.id.removeprefix("he/")) in (0, 32, 33, 38, 50, 51, 163)
-    ]
+CHOSEN = (0, 32, 33, 38, 50, 51, 163)  # helpers in the prompt, drawn arguments, the function's own name in the tests
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param(CHOSEN, marks=pytest.mark.slow), pytest.param(range(164), marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
+def test_human_evals_own_solutions_pass_and_stubs_do_not(numbers):
+    tasks = read_human_eval("he")
+    chosen = [tasks[number] for number in numbers]
     right = graded(*((task.metadata["solution"], hidden_tests(task)) for task in chosen))
-    stubs = graded(*((task.metadata["context"], hidden_tests(task)) for task in chosen))
+    stubs = graded(*((task.metadata["context"] + "    return None\n", hidden_tests(task)) for task in chosen))
     assert [grade.reward for grade in right] == [1.0] * len(chosen), right
     assert [(grade.reward, grade.outcome) for grade in stubs] == [(0.0, Outcome.GRADED)] * len(chosen), stubs
 

@@ -133,6 +133,20 @@ def test_other_forms_have_the_scores_of_their_candidates(recipe, form, width):
     assert packed.frozen["head_signal"].shape[-1] == width
 
 
+@pytest.mark.slow
+def test_a_mesh_scores_what_one_device_does(recipe):
+    """Frozen policies lie over devices as the policy does."""
+    changes = {"objective__distill__form": "top_k", "rollout__head_size": 4}
+    single, _, _ = opened(config_of(recipe, **changes))
+    config = config_of(recipe, **changes, cluster__trainer_layout="TP2 DP2")
+    model = assemble.load_model(config, on_mesh=True)
+    spread = frozen.open_frozen(config, model, *assemble.shapes(config, model))
+    chosen = wide_trajectories()
+    for found, expected in zip(spread.scored(chosen), single.scored(chosen), strict=True):
+        for name, array in expected.frozen.items():
+            np.testing.assert_allclose(found.frozen[name], array, atol=1e-4, err_msg=name)
+
+
 def test_only_rewarded_samples_are_scored_where_only_these_are_trained(recipe):
     changes = {"objective__distill__filter": "rewarded", "objective__advantage": "none"}
     found, _, _ = opened(config_of(recipe, **changes))

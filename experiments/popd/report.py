@@ -5,6 +5,7 @@ python -m experiments.popd.report
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.popd import models
+from experiments.popd.optimum import OPTIMA
 from experiments.popd.recipe import EXPERT_UPDATES
 from experiments.popd.run import LAMBDAS, LINES, SEEDS, SHARE_KEPT, UPDATE_SHARE, Result, results
 from rlx.models.spec import count_parameters
@@ -21,6 +23,7 @@ from rlx.proxy.report import Table, markdown_table
 
 PAGE = Path("docs/popd_study.md")
 CONFIDENCE = 0.95
+GAIN_SHARE = 0.9  # of P-OPD's gain, to which updates are counted
 HEAD = """# Proxy OPD at small scale: does what a proxy learned move onto a better target?
 
 Three models of one family that this project trains itself: the target has {target:,} parameters, the proxies `mid`
@@ -156,13 +159,20 @@ def claims(found: Found) -> list[tuple[str, str, bool | None]]:
 
 
 def _collapse(found: Found) -> list[tuple[str, str, bool | None]]:
-    least = {proxy: popd_line(proxy, min(lams)) for proxy, lams in LAMBDAS.items()}
-    kept = [r for name in least.values() for r in found.of(name)]
+    least, other = (popd_line("{}", lam) + ", 60 updates, learning rate 3e-3" for lam in (0.05, 0.5))
+    kept, control = ([r for p in LAMBDAS for r in found.of(name.format(p))] for name in (least, other))
     if not kept:
         return []
-    caught = sum(bool(r.collapsed) for r in kept)
-    text = f"{caught} of {len(kept)} runs at lambda {min(LAMBDAS['mid']):g} were stopped by a guard"
-    return [("Too small a lambda collapses and is caught", text, caught == len(kept))]
+    caught, spared = sum(bool(r.collapsed) for r in kept), sum(not r.collapsed for r in control)
+    text = (
+        f"at lambda 0.05 a guard stopped {caught} of {len(kept)} runs of 60 updates at learning rate 3e-3, at 0.5 it "
+        f"let {spared} of {len(control)} end; mean pass rates {_mean(kept)} and {_mean(control)}"
+    )
+    return [("Too small a lambda collapses and is caught", text, caught == len(kept) and spared == len(control))]
+
+
+def _mean(kept: list[Result]) -> str:
+    return f"{np.mean([r.after for r in kept]):.3f}" if kept else "–"
 
 
 def _lambdas(found: Found) -> list[tuple[str, str, bool | None]]:
@@ -196,24 +206,45 @@ def _hops(found: Found) -> list[tuple[str, str, bool | None]]:
 
 def _updates(found: Found) -> list[tuple[str, str, bool | None]]:
     best = found.best("mid")
-    if best is None:
-        return []
-    name, shares, shown = popd_line("mid", best[0]), [], []
-    for seed, own in found.lines[name].items():
-        direct = found.lines.get("direct RL", {}).get(seed)
-        if direct is not None and own.after > own.before:
-            goal = own.before + 0.9 * (own.after - own.before)
-            pair = updates_to(own.curve, goal), updates_to(direct.curve, goal)
-            shares.append(pair[0] / pair[1])
-            shown.append(f"{pair[0]:.0f} against {pair[1]:.0f}")
-    if not shares:
-        return []
-    share = spread(shares)
-    text = f"updates to nine tenths of the gain of {name}: {'; '.join(shown)}; ratio {share}"
-    holds = positive(
-        Spread(UPDATE_SHARE - share.mean, UPDATE_SHARE - share.high, UPDATE_SHARE - share.low, share.seeds)
-    )
-    return [("P-OPD needs at most a third of direct RL's updates", text, holds)]
+    few = "2 tasks an update"
+    pairs = [] if best is None else [(popd_line("mid", best[0]), "direct RL", "")]
+    pairs.append((f"P-OPD mid lambda 0.05, {few}", f"direct RL, {few}", f", with {few}"))
+    fast = "learning rate 3e-3"
+    pairs.append((f"P-OPD mid lambda 0.5, 60 updates, {fast}", f"direct RL, {fast}", f", with {fast}"))
+    lines: list[tuple[str, str, bool | None]] = []
+    for name, rl, where in pairs:
+        shares, shown = [], []
+        for seed, own in found.lines.get(name, {}).items():
+            direct = found.lines.get(rl, {}).get(seed)
+            if direct is not None and own.after > own.before:
+                goal = own.before + GAIN_SHARE * (own.after - own.before)
+                took = updates_to(own.curve, goal), updates_to(direct.curve, goal)
+                shares.append(took[0] / took[1])
+                shown.append(f"{took[0]:.0f} against {took[1]:.0f}")
+        if shares:
+            share = spread(shares)
+            text = f"updates to {GAIN_SHARE:.0%} of the gain of {name}: {'; '.join(shown)}; ratio {share}"
+            low, high = UPDATE_SHARE - share.high, UPDATE_SHARE - share.low
+            holds = positive(Spread(UPDATE_SHARE - share.mean, low, high, share.seeds))
+            lines.append((f"P-OPD needs at most a third of direct RL's updates{where}", text, holds))
+    return lines
+
+
+def optima() -> Table:
+    """Pass rates of the optima themselves, the mean over seeds."""
+    with OPTIMA.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    lams = sorted({float(r["lambda"]) for r in rows})
+    shown = []
+    for proxy in LAMBDAS:
+        of = [r for r in rows if r["proxy"] == proxy]
+        for title, column in ((f"`{proxy}`: pass rate", "pass_rate"), ("answers with other tokens", "not_digits")):
+            cells = [[float(r[column]) for r in of if float(r["lambda"]) == lam] for lam in lams]
+            shown.append([title, *(f"{np.mean(x):.3f}" for x in cells)])
+        scores = {lam: [float(r["pass_rate"]) for r in of if float(r["lambda"]) == lam] for lam in lams}
+        fit = fit_lambda(scores)
+        shown[-2][0] += f", best at {fit}" if fit else ""
+    return Table("Where each lambda leads in the end", ["lambda", *(f"{lam:g}" for lam in lams)], shown)
 
 
 def page(kept: list[Result], remarks: str) -> str:
@@ -224,7 +255,7 @@ def page(kept: list[Result], remarks: str) -> str:
     if len(kept) < every:
         parts.append(f"{len(kept)} of {every} runs are done; what follows is of these.\n")
     said = Table("What was asked", ["claim", "found", "verdict"], [[a, b, verdict(c)] for a, b, c in claims(found)])
-    for shown in (said, table(found)):
+    for shown in (said, *([optima()] if OPTIMA.is_file() else []), table(found)):
         parts.append(f"## {shown.title}\n\n" + "\n".join(markdown_table(shown)) + "\n")
     reasons = [f"* {r.line}, seed {r.seed}, after {r.updates} updates: {r.collapsed}" for r in kept if r.collapsed]
     if reasons:

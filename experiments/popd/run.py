@@ -66,6 +66,7 @@ THEN: tuple[Line, ...] = (
     popd("P-OPD mid lambda 0.05, 60 updates, learning rate 3e-3", ("mid",), 0.05, LONG, FAST),
     popd("P-OPD small lambda 0.5, 60 updates, learning rate 3e-3", ("small",), 0.5, LONG, FAST),
     popd("P-OPD mid lambda 0.5, 60 updates, learning rate 3e-3", ("mid",), 0.5, LONG, FAST),
+    Line("direct RL, learning rate 3e-3", RL, (), (FAST,)),
     Line("direct RL, 2 tasks an update", RL, (), (FEW,)),
     popd("P-OPD mid lambda 0.05, 2 tasks an update", ("mid",), 0.05, FEW),
     Line("OPD small", OPD, ("small",)),

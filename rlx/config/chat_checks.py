@@ -65,8 +65,8 @@ def _sandboxes(config: Config, where: str) -> list[str]:
         samples = producer.max_concurrent_samples or max(rollout.tasks_per_update * rollout.group_size, 2 * slots)
         needed = samples + config.grader.workers
         wanted[needed] = (
-            f"{samples} sessions are under way (config.producer.max_concurrent_samples), with a sandbox each until they "
-            f"are graded, and {config.grader.workers} are being graded"
+            f"{samples} sessions are under way (config.producer.max_concurrent_samples), with a sandbox each until "
+            f"they are graded, and {config.grader.workers} are being graded"
         )
     most = max(wanted)
     if most <= config.sandbox.max_open:

@@ -159,13 +159,13 @@ def claims(found: Found) -> list[tuple[str, str, bool | None]]:
 
 
 def _collapse(found: Found) -> list[tuple[str, str, bool | None]]:
-    least, other = (popd_line("{}", lam) + ", 60 updates, learning rate 3e-3" for lam in (0.05, 0.5))
+    least, other = (popd_line("{}", lam) + ", 60 updates, learning rate 1e-3" for lam in (0.05, 0.5))
     kept, control = ([r for p in LAMBDAS for r in found.of(name.format(p))] for name in (least, other))
     if not kept:
         return []
     caught, spared = sum(bool(r.collapsed) for r in kept), sum(not r.collapsed for r in control)
     text = (
-        f"at lambda 0.05 a guard stopped {caught} of {len(kept)} runs of 60 updates at learning rate 3e-3, at 0.5 it "
+        f"at lambda 0.05 a guard stopped {caught} of {len(kept)} runs of 60 updates at learning rate 1e-3, at 0.5 it "
         f"let {spared} of {len(control)} end; mean pass rates {_mean(kept)} and {_mean(control)}"
     )
     return [("Too small a lambda collapses and is caught", text, caught == len(kept) and spared == len(control))]
@@ -209,7 +209,7 @@ def _updates(found: Found) -> list[tuple[str, str, bool | None]]:
     few = "2 tasks an update"
     pairs = [] if best is None else [(popd_line("mid", best[0]), "direct RL", "")]
     pairs.append((f"P-OPD mid lambda 0.05, {few}", f"direct RL, {few}", f", with {few}"))
-    fast = "learning rate 3e-3"
+    fast = "learning rate 1e-3"
     pairs.append((f"P-OPD mid lambda 0.5, 60 updates, {fast}", f"direct RL, {fast}", f", with {fast}"))
     lines: list[tuple[str, str, bool | None]] = []
     for name, rl, where in pairs:

@@ -36,7 +36,7 @@ from rlx.rollout.fates import graded
 from rlx.rollout.local import LocalEngine
 from rlx.types import Group, StopReason, Task
 
-LIMITS = (StopReason.LENGTH, StopReason.SESSION_LIMIT)
+LIMITS = (StopReason.LENGTH, StopReason.SESSION_LIMIT, StopReason.TURN_LIMIT, StopReason.TOOL_LIMIT)
 AT_ONCE = 4  # attempts at a task that is sampled further, at least: an engine decodes many as fast as one
 OWN_SEED = 3  # of `sampling_of`, beside those of training (0) and evaluation (1)
 

@@ -9,6 +9,7 @@ redefines `document.querySelector` or the text of a node changes nothing but its
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 LOOKS = 12
 LOOK_S = 0.06
 CHECK_S = 30.0  # a whole check
+REDIRECTIONS = 5
 LOST = 2  # pages that hung or crashed, after which the rest of the checks fail unseen: they would, one by one
 
 Words = Sequence[Any]
@@ -206,13 +208,31 @@ async def _until[T](look: Callable[[], Awaitable[T]], good: Callable[[T], bool],
 
 async def _serve(site: Tracked, route: Route) -> None:
     """A page has its own site and nothing else."""
+    from playwright.async_api import Error
+
     request = route.request
     if not request.url.startswith(f"{ORIGIN}/"):
         await route.abort()
         return
     path, body = request.url.removeprefix(ORIGIN), request.post_data_buffer or b""
-    answer = await site.respond(Asked(request.method, path, request.headers, body))
-    await route.fulfill(status=answer.status, headers=dict(answer.headers), body=answer.body)
+    answer = await _followed(site, Asked(request.method, path, request.headers, body))
+    try:
+        await route.fulfill(status=answer.status, headers=dict(answer.headers), body=answer.body)
+    except Error:  # headers that are none, or a page that has gone
+        with contextlib.suppress(Error):
+            await route.abort()
+
+
+async def _followed(site: Tracked, asked: Asked) -> Answer:
+    """Redirections are followed here: the browser would take the second request elsewhere."""
+    answer = await site.respond(asked)
+    for _ in range(REDIRECTIONS):
+        location = next((text for name, text in answer.headers.items() if name.lower() == "location"), "")
+        path = location.removeprefix(ORIGIN)
+        if answer.status not in (301, 302, 303, 307, 308) or not path.startswith("/"):
+            break
+        answer = await site.respond(Asked("GET", path, asked.headers, b""))
+    return answer
 
 
 async def _act(page: Page, site: Tracked, name: str, *arguments: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import io
 import itertools
 import json
@@ -19,7 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlx.envs.web_checks import Answer, Asked
-from rlx.sandbox.base import Execution, PathError, Sandbox
+from rlx.sandbox.base import Execution, PathError, Sandbox, SandboxError
 from rlx.sandbox.pool import Sandboxes
 
 SERVER = "server.py"  # a workspace that has it is served by it: `python3 server.py`, on 127.0.0.1:$PORT
@@ -74,6 +75,7 @@ server.kill()
 """
 FORWARDED = ("content-type", "accept", "cookie")  # headers of a request
 DROPPED = ("content-length", "transfer-encoding", "connection", "date", "server")  # of an answer
+FULL = (errno.ENOSPC, errno.EDQUOT)
 GONE = Answer(502, {"Content-Type": "text/plain"}, b"the server does not answer")
 
 
@@ -115,9 +117,22 @@ class Served:
     async def _ask(self, plain: Mapping[str, Any]) -> Answer:
         async with self._turn:
             number = next(self._numbers)
-            await self._sandbox.write(f"{self._folder}/ask-{number}", json.dumps(plain).encode())
-            await self._sandbox.write(f"{self._folder}/go-{number}", b"")  # what was asked is there as a whole
-            return await self._wait(f"{self._folder}/said-{number}")
+            asked = await self._put(f"ask-{number}", json.dumps(plain).encode())
+            # The second file says that the first one is there as a whole.
+            went = asked and await self._put(f"go-{number}", b"")
+            return await self._wait(f"{self._folder}/said-{number}") if went else GONE
+
+    async def _put(self, name: str, data: bytes) -> bool:
+        """Whether the server has left room for a file. Raises SandboxError where the sandbox is at fault."""
+        try:
+            await self._sandbox.write(f"{self._folder}/{name}", data)
+        except PathError:
+            return False
+        except SandboxError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
+                return False
+            raise
+        return True
 
     async def _wait(self, path: str) -> Answer:
         end = asyncio.get_running_loop().time() + START_S + ANSWER_S
@@ -131,8 +146,11 @@ class Served:
         return GONE
 
     async def stop(self) -> None:
-        await self._sandbox.write(f"{self._folder}/stop", b"")
-        await self._running
+        if not await self._put("stop", b""):
+            self._running.cancel()
+        await asyncio.wait((self._running,))
+        if not self._running.cancelled():
+            self._running.result()
 
 
 def _answer(said: bytes) -> Answer:
@@ -161,7 +179,7 @@ async def site_of(snapshot: bytes, sandboxes: Sandboxes) -> AsyncIterator[Files 
         folder = f".relay-{secrets.token_hex(8)}"  # a name that a session could not prepare for
         await sandbox.write(f"{folder}/begun", b"")
         free_port = ["any"] if sandboxes.config.kind == "subprocess" else []
-        command = ["python3", "-c", RELAY, str(PORT), folder, str(START_S), *free_port]
+        command = ["python3", "-I", "-c", RELAY, str(PORT), folder, str(START_S), *free_port]
         served = Served(sandbox, folder, asyncio.create_task(sandbox.run(command, timeout_s=SESSION_S)))
         try:
             yield served

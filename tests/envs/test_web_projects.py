@@ -178,7 +178,21 @@ SERVERS = {
     "while True:\n    c, _ = s.accept(); c.sendall(b'nonsense'); c.close()",
     "writes the relay's files": "import glob, os, time\nwhile True:\n    time.sleep(0.01)\n"
     "    for d in glob.glob('.relay-*'):\n        open(d + '/said-0', 'w').write('[]')",
+    "removes the relay's files": "import glob, os, shutil, time\nwhile True:\n    time.sleep(0.001)\n"
+    "    for d in glob.glob('.relay-*'):\n        shutil.rmtree(d, ignore_errors=True); open(d, 'w').close()",
 }
+REDIRECTS = """
+import os
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_response(303); self.send_header("Location", "/seen"); self.end_headers()
+    def do_GET(self):
+        body = b"<h1>Seen</h1>" if self.path == "/seen" else b"<form method=post><button>Go</button></form>"
+        self.send_response(200); self.send_header("Content-Type", "text/html"); self.end_headers()
+        self.wfile.write(body)
+HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
 
 
 @pytest.mark.slow
@@ -186,6 +200,17 @@ SERVERS = {
 def test_a_server_that_does_wrong_is_answered_for(server):
     [answer] = site({"server.py": server.encode()}, "/", kind="bubblewrap")
     assert answer.status == 502
+
+
+@pytest.mark.slow
+def test_a_form_that_is_answered_by_a_redirection_is_followed():
+    check = Check("sent", (("open", "/"), ("click", "button")), (("text", "h1", "Seen"),))
+
+    async def main():
+        async with workshop(SMALL) as shop:
+            return await checked(shop, [({"server.py": REDIRECTS.encode()}, check)])
+
+    assert failed(asyncio.run(main())) == []
 
 
 def test_projects_are_a_dozen_with_dependent_steps_and_distinct_tasks():

@@ -15,6 +15,7 @@ import pytest
 
 from rlx.rollout import servers
 from tests import tiny_model
+from tests.sglang.trainer import load_base
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("RLX_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
@@ -60,22 +61,29 @@ def server_spec(model_path: str, log: Path, *arguments: str, keys: bool = True) 
 
 
 @pytest.fixture(scope="session")
-def two_servers(tiny_checkpoint, tmp_path_factory) -> Iterator[tuple[LiveServer, LiveServer]]:
-    """Both serve `tiny_checkpoint` as version "0", with keys and room for LoRA adapters."""
+def started(tiny_checkpoint, tmp_path_factory) -> Iterator[tuple[LiveServer, LiveServer]]:
+    """Two servers with keys and room for LoRA adapters."""
     logs = tmp_path_factory.mktemp("servers")
     specs = [server_spec(tiny_checkpoint, logs / f"{i}.log", *LORA, "--lora-backend=torch_native") for i in range(2)]
-    started = []
+    running = []
     try:
         for spec in specs:
-            started.append(servers.start(spec))
-        servers.wait_ready(started, READY_S)
-        first, second = (LiveServer(s.url, API_KEY, ADMIN_KEY, tiny_checkpoint, s) for s in started)
+            running.append(servers.start(spec))
+        servers.wait_ready(running, READY_S)
+        first, second = (LiveServer(s.url, API_KEY, ADMIN_KEY, tiny_checkpoint, s) for s in running)
         yield first, second
     finally:
-        servers.stop(started)
+        servers.stop(running)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def two_servers(started, tiny_checkpoint) -> tuple[LiveServer, LiveServer]:
+    """Both serve `tiny_checkpoint` as version "0", whatever the tests of other files have left them with."""
+    load_base(started, tiny_checkpoint)
+    return started
+
+
+@pytest.fixture(scope="module")
 def server(two_servers) -> LiveServer:
-    """The first of the two; leave it as you found it."""
+    """The first of the two."""
     return two_servers[0]

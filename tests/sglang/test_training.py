@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,11 @@ import pytest
 import rlx.train
 from rlx.metrics.ledger import Ledger
 from rlx.rollout import engine_state, servers
-from rlx.rollout.sglang_http import SglangHttp
 from rlx.run import Run
 from tests import tiny_run
-from tests.sglang.conftest import ADMIN_KEY, API_KEY, PYTHON, LiveServer
+from tests.sglang.conftest import ADMIN_KEY, API_KEY, PYTHON
 from tests.sglang.faulty_proxy import FaultyProxy
-from tests.sglang.trainer import PATIENCE_S, with_servers
+from tests.sglang.trainer import load_base
 
 pytestmark = pytest.mark.sglang
 
@@ -43,32 +42,17 @@ def recipe(tmp_path_factory) -> Path:
     return tiny_run.write(tmp_path_factory.mktemp("training"))
 
 
-def load_base(live: LiveServer, path: str, label: str) -> None:
-    """Whatever the run before left: one that ends while an engine is repaired leaves that one paused."""
-
-    async def main(http: SglangHttp) -> None:
-        await http.command("/pause_generation", {"mode": "retract"}, timeout_s=PATIENCE_S)
-        load = {"model_path": path, "weight_version": label, "flush_cache": True}
-        await http.command("/update_weights_from_disk", load, timeout_s=PATIENCE_S)
-        await http.command("/continue_generation", {}, timeout_s=PATIENCE_S)
-
-    with_servers([live], main)
-
-
 @pytest.fixture
-def given(two_servers, recipe, monkeypatch) -> Iterator[dict[str, object]]:
-    """The two servers of the session, by address, with the recipe's base model; afterwards they serve theirs again."""
+def given(two_servers, recipe, monkeypatch) -> dict[str, object]:
+    """The two servers of the session, by address, with the recipe's base model."""
     monkeypatch.setenv("RLX_TEST_KEY", API_KEY)
     monkeypatch.setenv("RLX_TEST_ADMIN_KEY", ADMIN_KEY)
-    for live in two_servers:
-        load_base(live, str(recipe.parent / "model"), "0")
-    yield {
+    load_base(two_servers, str(recipe.parent / "model"))
+    return {
         "inference__addresses": tuple(live.url for live in two_servers),
         "inference__api_key_variable": "RLX_TEST_KEY",
         "inference__admin_key_variable": "RLX_TEST_ADMIN_KEY",
     }
-    for live in two_servers:
-        load_base(live, live.model_path, "0")
 
 
 def train(recipe: Path, name: str, script: dict[int, Callable[[Run], None]] | None = None, **changes) -> Path:

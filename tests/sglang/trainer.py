@@ -74,3 +74,21 @@ def with_servers(servers: Sequence[Any], main: Callable[..., Awaitable[Any]]) ->
             await asyncio.gather(*(http.close() for http in connections))
 
     return asyncio.run(whole())
+
+
+def load_base(servers: Sequence[Any], path: str) -> None:
+    """They serve the checkpoint at `path` as version "0", whatever was done to them before.
+
+    A run that ends while an engine is repaired, for one, leaves that engine paused.
+    """
+
+    async def load(http: SglangHttp) -> None:
+        await http.command("/pause_generation", {"mode": "retract"}, timeout_s=PATIENCE_S)
+        body = {"model_path": path, "weight_version": "0", "flush_cache": True}
+        await http.command("/update_weights_from_disk", body, timeout_s=PATIENCE_S)
+        await http.command("/continue_generation", {}, timeout_s=PATIENCE_S)
+
+    async def main(*https: SglangHttp) -> None:
+        await asyncio.gather(*map(load, https))
+
+    with_servers(servers, main)

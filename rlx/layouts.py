@@ -23,7 +23,7 @@ from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import MicroBatch, StepConfig, Total, apply, slice_gradient
 from rlx.models.description import Architecture, Params, ParamSpec
 from rlx.models.lora import adapter_specs
-from rlx.models.placed import place, sizes_of
+from rlx.models.placed import place, sizes_of, training
 from rlx.models.spec import param_specs
 from rlx.models.transformer import prefix_sharing_unsupported_reason
 from rlx.parallel.layout import Layout, check
@@ -159,6 +159,7 @@ def run(case: Case, placement: Placement | None) -> Outcome:
     """Loss, gradient and one update."""
     trainable, frozen = jax.tree.map(jnp.copy, case.trainable), case.frozen  # the update's state is donated
     if placement is not None:
+        placement = training(placement, case.trainable_specs, case.config.arch)
         trainable = place(trainable, case.trainable_specs, case.config.arch, placement)
         frozen = place(frozen, case.frozen_specs, case.config.arch, placement)
     step = dataclasses.replace(case.config, placement=placement)

@@ -26,7 +26,8 @@ from experiments.popd import models
 
 SMOKE = bool(os.environ.get("RLX_SMOKE"))
 RUNS = Path(os.environ.get("RLX_POPD", ".")) / "runs" / "popd_tour"
-SFT_STEPS, EXPERT_UPDATES, UPDATES = (150, 2, 2) if SMOKE else (800, 24, 20)
+SFT_STEPS = {"small": 600, "target": 150} if SMOKE else {"small": 800, "target": 800}
+EXPERT_UPDATES, UPDATES = (6, 2) if SMOKE else (24, 20)
 
 # %% [markdown]
 # ## The optimum on a table
@@ -86,7 +87,7 @@ for name in ("small", "target"):
     print(f"{name}: {count:,} parameters")
     if not base_of(name).exists():
         files = {"model.path": RUNS / f"{name}_random", "sft.path": RUNS / f"examples_{name}.jsonl"}
-        rlx("sft", *recipe(f"experiments/popd/recipe.py:{name}_base", **files, **{"sft.steps": SFT_STEPS}))
+        rlx("sft", *recipe(f"experiments/popd/recipe.py:{name}_base", **files, **{"sft.steps": SFT_STEPS[name]}))
 
 # %% [markdown]
 # ## The proxy learns

@@ -86,7 +86,14 @@ LAST: tuple[Line, ...] = (
     Line("OPD-FT mid", f"{OPD}:rewarded", ("mid",)),
     Line("OPD-URM mid", f"{OPD}:agreeing", ("mid",)),
     popd("P-OPD mid, sampled form", ("mid",), 1.0, ("objective.distill.form", "sampled")),
-    popd("P-OPD mid, lambda by entropy", ("mid",), 0.5, ("objective.distill.calibration", "entropy")),
+    popd("P-OPD mid, lambda 0.5 by entropy", ("mid",), 0.5, ("objective.distill.calibration", "entropy")),
+    popd(
+        "P-OPD mid, lambda 0.5 by overlap",
+        ("mid",),
+        0.5,
+        ("objective.distill.calibration", "overlap"),
+        ("rollout.head_size", "4"),
+    ),
 )
 TIERS = (FIRST, THEN, LAST)
 LINES = (*FIRST, *THEN, *LAST)

@@ -186,7 +186,7 @@ def ask_samples(arguments: argparse.Namespace) -> Attribution:
 def _tokenizer(checkpoint: Path | None, config: Config | None) -> ChatTokenizer | None:
     """For prompts by other templates. A checkpoint without one has none to try."""
     if config is not None:
-        return load_chat_tokenizer(config.model.path, config.tasks.system_prompt, config.tasks.suffix)
+        return load_chat_tokenizer(config.model.path, config.tasks.system_prompt, config.tasks.suffix, config.chat)
     assert checkpoint is not None
     try:
         return load_chat_tokenizer(str(_model_of(checkpoint)), "", "")

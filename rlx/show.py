@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlx import cli
+from rlx.config.chat import ChatConfig
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.metrics.sample_page import choose, write_page
 from rlx.metrics.shown import extremes, num_turns
@@ -184,8 +185,9 @@ def show(view: RunView, records: Sequence[Record], count: int) -> RenderableType
 def tokenizer_of(view: RunView) -> ChatTokenizer | None:
     """The tokenizer of the run's model; None, said on stderr, where the model has gone."""
     path = str(setting(view.config, "model.path"))
+    ours = setting(view.config, "chat.template") == "chatml"  # the model may have no template of its own
     try:
-        return load_chat_tokenizer(path, "", "")
+        return load_chat_tokenizer(path, "", "", ChatConfig("chatml", "off") if ours else None)
     except (ValueError, OSError) as error:
         print(f"rlx show: no token by token view, as the model's tokenizer cannot be read: {error}", file=sys.stderr)
         return None

@@ -26,7 +26,7 @@ from rlx.parallel.layout import parse_layout
 from rlx.planning.case import Case, case_of
 from rlx.planning.compiled import Account, accounts
 from rlx.planning.estimate import arguments, outputs, weighted
-from rlx.planning.memory import Temporaries, held, temporaries
+from rlx.planning.memory import Temporaries, temporaries
 
 ROWS, TOKENS, REPEATS = 8, 512, 8
 AXES = ("TP1", *(f"{axis}{n}" for axis in ("TP", "CP", "DP", "PP") for n in (2, 4, 8)))
@@ -72,7 +72,7 @@ def as_json(cases: list[Case]) -> None:
 
 
 def planned(each: Case) -> tuple[int, int, float]:
-    return arguments(held(each)), outputs(each), sum(weighted(temporaries(each, accelerator=False)))
+    return arguments(each), outputs(each), sum(weighted(temporaries(each, accelerator=False)))
 
 
 def table(cases: list[Case]) -> None:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from rlx.models.description import Experts
 from rlx.planning.case import Case
-from rlx.planning.memory import WIDE, Held, Temporaries, held, temporaries
+from rlx.planning.memory import WIDE, Temporaries, held, temporaries
 
+# Sums of metrics, a number each, and the table of the program's results: seen to matter for a tiny model alone.
+SUMS = 832
 WEIGHTS = Temporaries(
     kept=1.75,
     layer=0.5,
@@ -66,9 +68,12 @@ def weighted(made: Temporaries) -> Temporaries:
 def outputs(case: Case) -> int:
     """Of the same program: the sum, with how many tokens each expert got."""
     experts = [layer.mlp.count for layer in case.arch.layers if isinstance(layer.mlp, Experts)]
-    return held(case).gradients + sum(experts) * WIDE
+    return held(case).gradients + sum(experts) * WIDE + SUMS
 
 
-def arguments(stays: Held) -> int:
-    """Of the program that adds a micro-batch's gradient up: all but the optimizer's state."""
-    return stays.weights + stays.adapter + stays.gradients + stays.batch
+def arguments(case: Case) -> int:
+    """Of the same program: all but the optimizer's state, and what it does not read of the batch."""
+    stays = held(case)
+    unread = case.rows * case.targets * WIDE // case.layout.dp  # lengths of sequences
+    unread = unread if case.config.objective.aggregation == "token_mean" else 0
+    return stays.weights + stays.adapter + stays.gradients + stays.batch - unread

@@ -25,6 +25,13 @@ class SandboxError(RuntimeError):
     """The sandbox, not the program in it, failed."""
 
 
+class WorkspaceError(SandboxError):
+    """What is in the workspace, or was asked of it, is at fault: it is full, a file too large, a command too long.
+
+    Whoever filled it is answered with this; the sandbox itself is in order.
+    """
+
+
 class PathError(ValueError):
     """A path that is not a place for a file in the workspace: absolute, with "..", or through a link."""
 
@@ -66,24 +73,27 @@ class Sandbox(Protocol):
           timeout_s: wall-clock seconds, where fewer than the sandbox's own limit.
           env: variables beside PATH, HOME, TMPDIR and LANG; nothing of this process's environment is passed on.
         Raises:
-          SandboxError: it could not be run. ValueError: nor could it ever.
+          SandboxError: it could not be run. WorkspaceError: it is too long. ValueError: it could never be run.
         """
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Put a file, in directories made where missing. Raises: PathError, SandboxError."""
+        """Put a file, in directories made where missing. Raises: PathError, SandboxError, WorkspaceError where it has no room."""
         ...
 
     async def read(self, path: str) -> bytes:
-        """The content of a regular file. Raises: PathError, FileNotFoundError, SandboxError."""
+        """The content of a regular file. Raises: PathError, FileNotFoundError, WorkspaceError for more than file_bytes."""
         ...
 
     async def list(self) -> list[str]:
-        """The paths of the regular files, sorted."""
+        """The paths of the regular files, sorted. Raises: WorkspaceError for more than the limits allow."""
         ...
 
     async def snapshot(self) -> bytes:
-        """The workspace as a tar: equal for equal files, links and directories, whenever they were made."""
+        """The workspace as a tar: equal for equal files, links and directories, whenever they were made.
+
+        Raises: SandboxError, WorkspaceError for more than the limits allow.
+        """
         ...
 
     async def restore(self, snapshot: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import stat
@@ -13,9 +14,11 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from rlx.config.sandbox import SandboxLimits
-from rlx.sandbox.base import Limit, PathError, SandboxError
+from rlx.sandbox.base import Limit, PathError, SandboxError, WorkspaceError
 
 MAX_DEPTH = 48
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK)
+_CLOSED = (errno.EACCES, errno.EPERM)  # where this process is not root
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -37,15 +40,31 @@ class OverLimit(Exception):
 def parts(path: str) -> tuple[str, ...]:
     """Raises: PathError."""
     pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or len(pure.parts) > MAX_DEPTH:
+    if (
+        not _encodable(path)
+        or pure.is_absolute()
+        or ".." in pure.parts
+        or not pure.parts
+        or "\0" in path
+        or len(pure.parts) > MAX_DEPTH
+    ):
         raise PathError(
             f"{path!r} is no path of a file in the workspace: give a relative one without '..', such as 'src/main.py'"
         )
     return pure.parts
 
 
+def _encodable(path: str) -> bool:
+    """Not so where it has half of a surrogate pair; the names of files that are no UTF-8 (os.fsdecode) are."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def write(root: str, path: str, data: bytes, owner: int | None = None, *, executable: bool = False) -> None:
-    """Replace or make a file, owned by user and group `owner`. Raises: PathError, SandboxError."""
+    """Replace or make a file, owned by user and group `owner`. Raises: PathError, SandboxError, WorkspaceError."""
     with _parent(root, path, owner, make=True) as (directory, name):
         _remove_file(directory, name, path)
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
@@ -56,7 +75,7 @@ def write(root: str, path: str, data: bytes, owner: int | None = None, *, execut
 
 
 def read(root: str, path: str, max_bytes: int) -> bytes:
-    """Raises: PathError, FileNotFoundError, SandboxError."""
+    """Raises: PathError, FileNotFoundError, SandboxError, WorkspaceError."""
     with _parent(root, path, None, make=False) as (directory, name):
         return _read_file(directory, name, path, max_bytes)
 
@@ -87,11 +106,11 @@ def over_limit(root: str, limits: SandboxLimits, more: int = 0) -> Limit | None:
 
 
 def entries(root: str, limits: SandboxLimits) -> list[Entry]:
-    """Sorted by path. Raises: SandboxError."""
+    """Sorted by path. Raises: WorkspaceError."""
     try:
         return sorted(scan(root, limits))
     except OverLimit as over:
-        raise SandboxError(f"the workspace has {over}") from over
+        raise WorkspaceError(f"the workspace has {over}") from over
 
 
 def remove(path: str) -> None:
@@ -105,13 +124,13 @@ def remove(path: str) -> None:
 def pack(root: str, limits: SandboxLimits) -> bytes:
     """A tar of files, directories and links; times and owners are left out, so that equal trees give equal bytes.
 
-    Raises: SandboxError.
+    Raises: SandboxError, WorkspaceError.
     """
     buffer = io.BytesIO()
     found = entries(root, limits)
     total = sum(entry.size for entry in found if entry.kind == "file")
     if total > limits.disk_bytes:  # files with holes
-        raise SandboxError(f"the workspace's files are {total} bytes long, more than sandbox.limits.disk_bytes")
+        raise WorkspaceError(f"the workspace's files are {total} bytes long, more than sandbox.limits.disk_bytes")
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for entry in found:
             _pack_entry(tar, root, entry)
@@ -175,7 +194,8 @@ def _parent(root: str, path: str, owner: int | None, *, make: bool) -> Iterator[
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise SandboxError(f"{path!r}: {error}") from error
+        of_workspace = error.errno in _FULL + _CLOSED + (errno.ENAMETOOLONG,)
+        raise (WorkspaceError if of_workspace else SandboxError)(f"{path!r}: {error.strerror}") from error
     finally:
         os.close(directory)
 
@@ -218,7 +238,7 @@ def _read_file(directory: int, name: str, path: str, max_bytes: int) -> bytes:
             raise PathError(f"{path!r} is not a regular file")
         data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise SandboxError(f"{path!r} has more than {max_bytes} bytes")
+        raise WorkspaceError(f"{path!r} has more than {max_bytes} bytes")
     return data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlx.config.sandbox import SandboxLimits
-from rlx.sandbox.base import Execution, Limit, SandboxError
+from rlx.sandbox.base import Execution, Limit, SandboxError, WorkspaceError
 
 _CHUNK = 65536  # bytes of one read; what a pipe holds
 _LOOK_S = 0.1  # seconds between two looks at what no system call limits
@@ -85,7 +86,7 @@ async def execute(
     tree: Tree,
     pass_fds: Sequence[int] = (),
 ) -> Execution:
-    """Raises: SandboxError: it could not be started, or something of it could not be ended."""
+    """Raises: WorkspaceError: it is too long. SandboxError: it could not be started, or something of it could not be ended."""
     stopped: asyncio.Future[Limit] = asyncio.get_running_loop().create_future()
 
     def stop(limit: Limit) -> None:
@@ -126,6 +127,8 @@ async def _start(
         )
     except (OSError, ValueError) as error:
         capture.abandon()
+        if isinstance(error, OSError) and error.errno == errno.E2BIG:
+            raise WorkspaceError("the command is too long: put what is long into a file") from error
         raise SandboxError(f"could not start {argv[0]!r}: {error}") from error
     finally:
         for file in (source, out, err):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from rlx.board import DASHBOARD, describe_sweep, event_folders, launch, link
-from rlx.envs.browser import find_browser
+from rlx.envs.web.browser import find_browser
 from rlx.metrics.sample_page import write_page
 from rlx.metrics.view import read_run
 from rlx.show import tokenizer_of

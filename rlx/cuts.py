@@ -27,8 +27,8 @@ from rlx.config.schema import Config
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.conversation import Conversation, open_conversation
 from rlx.envs.tool_calls import write_call
-from rlx.envs.web_project import TOOLS, WebProject, reference
-from rlx.envs.web_tasks import ENVIRONMENT
+from rlx.envs.web.project import TOOLS, WebProject, reference
+from rlx.envs.web.tasks import ENVIRONMENT
 from rlx.parallel import runtime
 from rlx.rollout import cuts
 from rlx.rollout.collect import collect

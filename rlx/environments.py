@@ -19,15 +19,15 @@ from rlx.agent_sessions import AgentSessions
 from rlx.config.chat_checks import several_turns
 from rlx.config.schema import Config
 from rlx.envs.chat import ChatTokenizer
-from rlx.envs.code_env import CodeEnv
-from rlx.envs.code_grading import CodeGrader
+from rlx.envs.code.env import CodeEnv
+from rlx.envs.code.grading import CodeGrader
 from rlx.envs.conversation import Conversation, open_conversation
 from rlx.envs.env import Env
 from rlx.envs.graders import GraderPool
 from rlx.envs.grading import Grade
 from rlx.envs.python_tool import PYTHON, PythonTool
-from rlx.envs.web_project import WebProject
-from rlx.envs.web_tasks import ENVIRONMENT as WEB_PROJECT
+from rlx.envs.web.project import WebProject
+from rlx.envs.web.tasks import ENVIRONMENT as WEB_PROJECT
 from rlx.interrupt import Preemption
 from rlx.rollout.session import Environment, TaskEnvironment
 from rlx.rollout.tool_session import ToolSession

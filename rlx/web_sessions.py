@@ -7,10 +7,10 @@ import hashlib
 from pathlib import Path
 
 from rlx.config.schema import Config
-from rlx.envs.browser import Chromium
 from rlx.envs.conversation import Conversation
-from rlx.envs.web_project import Project, WebProject, Workshop, project_task
-from rlx.envs.web_tasks import ENVIRONMENT, WebTasks
+from rlx.envs.web.browser import Chromium
+from rlx.envs.web.project import Project, WebProject, Workshop, project_task
+from rlx.envs.web.tasks import ENVIRONMENT, WebTasks
 from rlx.rollout.cuts import Cut, CutRefused, CutSession, CutStore
 from rlx.rollout.session import Environment
 from rlx.rollout.tool_session import ToolSession

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from rlx.envs.browser import BrowserMissing, find_browser
+from rlx.envs.web.browser import BrowserMissing, find_browser
 
 
 def require() -> None:

@@ -15,8 +15,8 @@ from rlx.envs.grading import Outcome
 from rlx.envs.sources import check_source
 from rlx.envs.tasks import build_tasks
 from rlx.envs.tool_calls import write_call
-from rlx.envs.web_project import read_projects, reference
-from rlx.envs.web_tasks import WebTasks
+from rlx.envs.web.project import read_projects, reference
+from rlx.envs.web.tasks import WebTasks
 from rlx.interrupt import Preemption
 from rlx.proxy.edge import EdgeOptions
 from rlx.proxy.split import SplitOptions

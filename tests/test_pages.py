@@ -3,8 +3,8 @@
 import pytest
 
 from docs.screenshots import dashboard, sample_page, started
-from rlx.envs import browser as browsers
-from rlx.envs.browser import BrowserMissing, find_browser
+from rlx.envs.web import browser as browsers
+from rlx.envs.web.browser import BrowserMissing, find_browser
 from tests import browser as browser_tests
 from tests import run_directory, tiny_run
 

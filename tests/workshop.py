@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Literal
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
-from rlx.envs.browser import Chromium
-from rlx.envs.web_project import Project, Workshop, read_projects
+from rlx.envs.web.browser import Chromium
+from rlx.envs.web.project import Project, Workshop, read_projects
 from rlx.sandbox.pool import Sandboxes
 from tests import browser
 

@@ -1,5 +1,5 @@
 """Tasks from where they come: a reasoning-gym dataset, one of our own (`rlx.envs.tool_tasks`), functions to be written
-(`rlx.envs.code_tasks`), or a JSONL file of {"question", "answer", "grader"?}."""
+(`rlx.envs.code.tasks`), or a JSONL file of {"question", "answer", "grader"?}."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlx.config.schema import TaskSourceConfig
-from rlx.envs.code_tasks import DATASETS as CODE_DATASETS
-from rlx.envs.code_tasks import Functions, make_functions, read_human_eval
+from rlx.envs.code.tasks import DATASETS as CODE_DATASETS
+from rlx.envs.code.tasks import Functions, make_functions, read_human_eval
 from rlx.envs.extract import as_number
 from rlx.envs.grading import GRADERS
 from rlx.envs.tool_tasks import KINDS, make_tasks
-from rlx.envs.web_tasks import DATASET as WEB_DATASET
-from rlx.envs.web_tasks import ENVIRONMENT as WEB_ENVIRONMENT
-from rlx.envs.web_tasks import WebTasks
+from rlx.envs.web.tasks import DATASET as WEB_DATASET
+from rlx.envs.web.tasks import ENVIRONMENT as WEB_ENVIRONMENT
+from rlx.envs.web.tasks import WebTasks
 from rlx.types import Task
 
 # Found by scoring nonsense with all datasets of reasoning-gym 0.1.25.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.envs.env import Env
-from rlx.envs.web_tasks import INDEX, read_index
+from rlx.envs.web.tasks import INDEX, read_index
 from rlx.rollout.records import RecordError, pack, read_task, task_tree, unpack
 from rlx.rollout.session import Environment
 from rlx.rollout.transcript import Transcript, Verdict, join

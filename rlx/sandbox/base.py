@@ -73,20 +73,29 @@ class Sandbox(Protocol):
           timeout_s: wall-clock seconds, where fewer than the sandbox's own limit.
           env: variables beside PATH, HOME, TMPDIR and LANG; nothing of this process's environment is passed on.
         Raises:
-          SandboxError: it could not be run. WorkspaceError: it is too long. ValueError: it could never be run.
+          SandboxError: it could not be run. WorkspaceError: it is too long. ValueError: it is none.
         """
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Put a file, in directories made where missing. Raises: PathError, SandboxError, WorkspaceError where it has no room."""
+        """Put a file, in directories made where missing.
+
+        Raises: PathError, SandboxError, WorkspaceError where there is no room.
+        """
         ...
 
     async def read(self, path: str) -> bytes:
-        """The content of a regular file. Raises: PathError, FileNotFoundError, WorkspaceError for more than file_bytes."""
+        """The content of a regular file.
+
+        Raises: PathError, FileNotFoundError, SandboxError, WorkspaceError for more than file_bytes.
+        """
         ...
 
     async def list(self) -> list[str]:
-        """The paths of the regular files, sorted. Raises: WorkspaceError for more than the limits allow."""
+        """The paths of the regular files, sorted.
+
+        Raises: SandboxError, WorkspaceError for more than the limits allow.
+        """
         ...
 
     async def snapshot(self) -> bytes:

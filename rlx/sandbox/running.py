@@ -86,7 +86,7 @@ async def execute(
     tree: Tree,
     pass_fds: Sequence[int] = (),
 ) -> Execution:
-    """Raises: WorkspaceError: it is too long. SandboxError: it could not be started, or something of it could not be ended."""
+    """Raises: WorkspaceError: it is too long. SandboxError: it could not be started, or not all of it be ended."""
     stopped: asyncio.Future[Limit] = asyncio.get_running_loop().create_future()
 
     def stop(limit: Limit) -> None:

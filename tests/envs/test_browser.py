@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rlx.envs import browser
-from rlx.envs.browser import BrowserMissing, Chromium, _wrapped
+from rlx.envs.web import browser
+from rlx.envs.web.browser import BrowserMissing, Chromium, _wrapped
 from tests import browser as browser_tests
 
 

@@ -5,12 +5,12 @@ import contextlib
 
 import pytest
 
-from rlx.envs import web_checks
-from rlx.envs.browser import BrowserBroken
 from rlx.envs.env import ToolCall
 from rlx.envs.grading import Outcome
-from rlx.envs.web_checks import Answer, Asked, Check, run_checks
-from rlx.envs.web_project import (
+from rlx.envs.web import checks
+from rlx.envs.web.browser import BrowserBroken
+from rlx.envs.web.checks import Answer, Asked, Check, run_checks
+from rlx.envs.web.project import (
     Project,
     ProjectStep,
     WebProject,
@@ -19,7 +19,7 @@ from rlx.envs.web_project import (
     read_projects,
     tasks_of,
 )
-from rlx.envs.web_site import site_of
+from rlx.envs.web.site import site_of
 from tests.workshop import sandboxes, tar, workshop
 
 PROJECTS = {project.name: project for project in read_projects()}
@@ -143,7 +143,7 @@ def test_a_page_cannot_forge_its_checks_or_stop_them(monkeypatch):
     _, grade = session(call("write_file", path="index.html", content=forged))
     assert grade.reward == pytest.approx(1 / 3)
     endless = f"{THREE}<script>for (;;);</script>"
-    monkeypatch.setattr(web_checks, "CHECK_S", 3.0)
+    monkeypatch.setattr(checks, "CHECK_S", 3.0)
     _, grade = session(call("write_file", path="index.html", content=endless))
     assert (grade.reward, grade.outcome) == (0.0, Outcome.GRADED)
     assert "2 pages before it hung" in grade.detail

@@ -12,7 +12,7 @@ from rlx.envs.conversation import open_conversation
 from rlx.envs.env import Step, Tool, ToolCall
 from rlx.envs.grading import Grade, Outcome
 from rlx.envs.tool_calls import write_call
-from rlx.envs.web_tasks import read_index
+from rlx.envs.web.tasks import read_index
 from rlx.rollout import cuts
 from rlx.rollout.cuts import Cut, CutRefused, CutSession, CutStore, RecordedSession
 from rlx.rollout.engine import Completion

@@ -8,9 +8,9 @@ import pytest
 from configs import base
 from rlx.config.parse import plain
 from rlx.config.schema import TaskSourceConfig
-from rlx.envs.code_env import CodeEnv
-from rlx.envs.code_grading import CodeGrader
-from rlx.envs.code_tasks import make_functions
+from rlx.envs.code.env import CodeEnv
+from rlx.envs.code.grading import CodeGrader
+from rlx.envs.code.tasks import make_functions
 from rlx.envs.env import ToolCall
 from rlx.envs.grading import Grade, Outcome
 from rlx.envs.sources import check_source, read_source

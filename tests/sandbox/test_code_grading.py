@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
-from rlx.envs import code_harness
-from rlx.envs.code_grading import CodeGrader, CodeTests, code_of
-from rlx.envs.code_tasks import KINDS, Functions, hidden_tests, make_functions, read_human_eval
+from rlx.envs.code import harness
+from rlx.envs.code.grading import CodeGrader, CodeTests, code_of
+from rlx.envs.code.tasks import KINDS, Functions, hidden_tests, make_functions, read_human_eval
 from rlx.envs.grading import Grade, Outcome
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
@@ -161,7 +161,7 @@ values = st.recursive(
 
 @given(values)
 def test_values_survive_and_keep_their_types(value):
-    back = code_harness.decode(json.loads(json.dumps(code_harness.encode(value))))
+    back = harness.decode(json.loads(json.dumps(harness.encode(value))))
     assert (back, type(back)) == (value, type(value))
     if isinstance(value, (list, tuple)):
         assert [type(item) for item in back] == [type(item) for item in value]
@@ -169,8 +169,8 @@ def test_values_survive_and_keep_their_types(value):
 
 @pytest.mark.parametrize("said", [{"int": 5}, {"nonsense": 1}, [1], {"list": [[]]}, {"int": "1", "float": "1"}, 7])
 def test_what_is_no_encoded_value_is_refused(said):
-    with pytest.raises((code_harness.NotPlain, KeyError, TypeError, ValueError)):
-        code_harness.decode(said)
+    with pytest.raises((harness.NotPlain, KeyError, TypeError, ValueError)):
+        harness.decode(said)
 
 
 def test_the_program_is_the_last_block_of_a_response():

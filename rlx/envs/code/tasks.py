@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.envs.code_grading import CodeTests
+from rlx.envs.code.grading import CodeTests
 from rlx.types import Task
 
 GRADER = "code"

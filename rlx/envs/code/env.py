@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rlx.envs.code_grading import CodeGrader, code_of
-from rlx.envs.code_tasks import hidden_tests
+from rlx.envs.code.grading import CodeGrader, code_of
+from rlx.envs.code.tasks import hidden_tests
 from rlx.envs.env import Step, ToolCall
 from rlx.envs.grading import Grade, Outcome
 from rlx.envs.python_tool import PYTHON, OpenSandbox, report

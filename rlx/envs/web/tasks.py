@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.envs.web_project import PROJECTS, Project, project_task, read_projects
+from rlx.envs.web.project import PROJECTS, Project, project_task, read_projects
 from rlx.types import Task
 
 DATASET = "web_projects"

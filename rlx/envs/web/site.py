@@ -17,9 +17,11 @@ import mimetypes
 import secrets
 import tarfile
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from rlx.envs.web_checks import Answer, Asked
+from rlx.envs.web import relay
+from rlx.envs.web.checks import Answer, Asked
 from rlx.sandbox.base import Execution, PathError, Sandbox, SandboxError
 from rlx.sandbox.pool import Sandboxes
 
@@ -29,50 +31,7 @@ START_S = 5.0  # for the server to listen
 ANSWER_S = 5.0  # for one answer
 SESSION_S = 30.0  # of one check
 POLL_S = 0.01
-RELAY = """
-import base64, http.client, json, os, socket, subprocess, sys, time
-port, folder, start_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-if len(sys.argv) > 4:  # no network namespace of its own: any free port
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-def start():
-    server = subprocess.Popen([sys.executable, "server.py"], env=dict(os.environ, PORT=str(port)), stdout=2)
-    end = time.time() + start_s
-    while time.time() < end and server.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
-        except OSError:
-            time.sleep(0.02)
-    return server
-server = start()
-number = 0
-while not os.path.exists(folder + "/stop"):
-    name = folder + "/ask-%d" % number
-    if not os.path.exists(folder + "/go-%d" % number):
-        time.sleep(0.005)
-        continue
-    asked = json.load(open(name))
-    if asked.get("restart"):
-        server.kill()
-        server.wait()
-        server = start()
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        connection.request(asked["method"], asked["path"], base64.b64decode(asked["body"]), asked["headers"])
-        got = connection.getresponse()
-        body = base64.b64encode(got.read()).decode()
-        said = {"status": got.status, "headers": dict(got.getheaders()), "body": body}
-        connection.close()
-    except Exception as error:
-        said = {"status": 0, "headers": {}, "body": base64.b64encode(repr(error).encode()).decode()}
-    with open(folder + "/part", "w") as file:
-        json.dump(said, file)
-    os.rename(folder + "/part", folder + "/said-%d" % number)
-    number += 1
-server.kill()
-"""
+RELAY = Path(relay.__file__).read_text(encoding="utf-8")
 FORWARDED = ("content-type", "accept", "cookie")  # headers of a request
 DROPPED = ("content-length", "transfer-encoding", "connection", "date", "server")  # of an answer
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -1,6 +1,6 @@
 """Small web sites to be built in a sandbox, step by step; hidden checks in a browser grade the result.
 
-A project is a TOML file: `start` (files), and steps of an `instruction`, `check`s (`rlx.envs.web_checks`) and a
+A project is a TOML file: `start` (files), and steps of an `instruction`, `check`s (`rlx.envs.web.checks`) and a
 reference `solution` (files that replace those before). A step is over when the policy says something without calling a
 tool. Checks are read by the grader alone, after the session's end, from a snapshot of the workspace: they never enter
 it.
@@ -15,17 +15,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from rlx.envs.browser import BrowserBroken, Chromium
 from rlx.envs.env import Step, Tool, ToolCall
 from rlx.envs.grading import Grade, Outcome
 from rlx.envs.python_tool import report
-from rlx.envs.web_checks import Check, Checked, run_checks
-from rlx.envs.web_site import SERVER, site_of
+from rlx.envs.web.browser import BrowserBroken, Chromium
+from rlx.envs.web.checks import Check, Checked, run_checks
+from rlx.envs.web.site import SERVER, site_of
 from rlx.sandbox.base import PathError, Sandbox, SandboxError
 from rlx.sandbox.pool import Sandboxes
 from rlx.types import Task
 
-PROJECTS = Path(__file__).parent / "web_projects"
+PROJECTS = Path(__file__).parent / "projects"
 GRADER = "web_project"
 SHOWN_FAILURES = 3
 FAULTS = (SandboxError, BrowserBroken)  # not of the workspace

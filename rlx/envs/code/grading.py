@@ -1,7 +1,7 @@
 """Whether a program passes its hidden tests, found out in sandboxes that it cannot get a verdict out of.
 
 The tests run in a sandbox in which the program has never been; the program runs in another, where it is given calls
-and gives answers (`rlx.envs.code_harness` says how). It can leave, patch, print and write what it likes: only values
+and gives answers (`rlx.envs.code.harness` says how). It can leave, patch, print and write what it likes: only values
 that the tests accept as right ones pass them.
 """
 
@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.envs import code_harness
+from rlx.envs.code import harness
 from rlx.envs.grading import Grade, Outcome
 from rlx.sandbox.base import Execution, PathError, Sandbox, SandboxError
 
 OpenSandbox = Callable[[Mapping[str, bytes]], Awaitable[Sandbox]]  # the files of its workspace
 
-HARNESS = Path(code_harness.__file__).read_bytes()
+HARNESS = Path(harness.__file__).read_bytes()
 MAX_ROUNDS = 6  # of calls that depend on the answers to earlier ones
 MAX_ANSWERS = 2**20  # bytes of all answers of a round
 _FENCE = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rlx.envs.browser import ORIGIN, BrowserBroken, Chromium, forget
+from rlx.envs.web.browser import ORIGIN, BrowserBroken, Chromium, forget
 
 if TYPE_CHECKING:
     from playwright.async_api import Locator, Page, Route
@@ -104,7 +104,7 @@ class Answer(NamedTuple):
 
 
 class Site(Protocol):
-    """Where the page comes from: files or a server, `rlx.envs.web_site`."""
+    """Where the page comes from: files or a server, `rlx.envs.web.site`."""
 
     async def respond(self, asked: Asked) -> Answer: ...
 

@@ -110,6 +110,8 @@ def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype:
     )
     share = config.learner.prefix_sharing and prefix_sharing_unsupported_reason(arch) is None
     batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share)
+    if dtype == "float64":  # what the sampler recorded too: a sum of float32 depends on how a program is cut
+        batch = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch)
     if config.lora.rank:
         return Case(step, config, adapter, low_rank, params, base, batch)
     return Case(step, config, params, base, {}, {}, batch)

@@ -122,9 +122,9 @@ class ChatTokenizer:
         return "<think>" in self.tokenizer.get_vocab() and EMPTY_THOUGHT not in self.render_prompt(_PROBE)
 
     @property
-    def opens_thinking(self) -> str:
-        """What a response that thinks begins with: "" where the template has written it already."""
-        return "" if self.render_prompt(_PROBE).endswith("<think>\n") else "<think>\n"
+    def begins_thoughts(self) -> bool:
+        """Whether a prompt ends in <think>: a response is thought until it writes </think>."""
+        return self.thinks and self.render_prompt(_PROBE).rstrip().endswith("<think>")
 
 
 def load_chat_tokenizer(path: str, system_prompt: str, suffix: str, chat: ChatConfig | None = None) -> ChatTokenizer:

@@ -34,6 +34,7 @@ class Conversation:
     tools: tuple[Tool, ...]
     before: str  # of an observation, after the end of the response's turn
     after: str  # behind it, up to where the next response begins
+    thinking: bool  # a response begins in the middle of its thoughts
 
     def opening(self, question: str) -> Int32[np.ndarray, "prompt"]:
         """Up to where the first response begins."""
@@ -74,6 +75,8 @@ def open_conversation(chat: ChatTokenizer, form: ToolFormatName, tools: tuple[To
     Raises:
       HistoryRewritten: an earlier turn is shown otherwise than it was said. ValueError: turns cannot be joined.
     """
+    if chat.thinks and "</think>" in chat.special_tokens:
+        raise ValueError("</think> is a special token of the tokenizer, so thoughts cannot be told from words")
     native = form == "hermes" and chat.knows("tools")
     schemas = _schemas(tools) if native else None
     start = chat.messages(_QUESTION, "" if native or not tools else describe_tools(form, tools))
@@ -100,7 +103,8 @@ def open_conversation(chat: ChatTokenizer, form: ToolFormatName, tools: tuple[To
     if whole != opening + first + joined + second + joined:
         raise HistoryRewritten(_refusal(chat, whole[len(opening + first + joined + second) :], joined))
     told_before, told_after = told.split(_OBSERVATION)
-    conversation = Conversation(chat, form, tools, before.removesuffix(told_before), after.removeprefix(told_after))
+    before, after = before.removesuffix(told_before), after.removeprefix(told_after)
+    conversation = Conversation(chat, form, tools, before, after, chat.begins_thoughts)
     ids = conversation.following([_OBSERVATION], np.array([chat.end_of_turn_id], np.int32))
     if chat.written_out(ids) != joined.removeprefix(end):
         raise ValueError(f"the tokenizer cannot write what stands between turns: {chat.written_out(ids)!r}")
@@ -109,7 +113,8 @@ def open_conversation(chat: ChatTokenizer, form: ToolFormatName, tools: tuple[To
 
 def _probes(chat: ChatTokenizer, form: ToolFormatName, tools: Sequence[Tool]) -> tuple[str, str]:
     """Two responses of what a policy may write: thoughts where it thinks, a call, spaces at the end."""
-    thought = f"{chat.opens_thinking}rlx thinks\n</think>\n\n" if chat.thinks else ""
+    opening = "" if chat.begins_thoughts else "<think>\n"
+    thought = f"{opening}rlx thinks\n</think>\n\n" if chat.thinks else ""
     calls = [write_call(form, ToolCall(tool.name, dict.fromkeys(tool.parameters, "x"))) for tool in tools[:1]]
     first, second = ("\n".join([f"{thought}rlx says {word}", *calls]) for word in ("one", "two"))
     assert len(parse_calls(form, first, tools)) == len(calls)

@@ -50,7 +50,7 @@ class PythonTool:
         if self._sandbox is None:
             files: Mapping[str, str] = self._task.metadata.get("files", {})
             self._sandbox = await self._open_sandbox({name: text.encode() for name, text in files.items()})
-        await self._sandbox.write("program.py", action.arguments["code"].encode())
+        await self._sandbox.write("program.py", action.arguments["code"].encode(errors="replace"))
         execution = await self._sandbox.run(["python3", "program.py"], timeout_s=self._call_seconds)
         self._printed = execution.stdout.decode(errors="replace").strip()
         return Step(report(execution), seconds=execution.seconds)

@@ -4,7 +4,8 @@
             Hermes' way
     plain   a fenced block whose language is the tool's name; its text is the argument of a tool with one, else JSON
 
-What stands before `</think>` is thought, not said. A call that cannot be read is no failure: the policy is told.
+Thoughts are not said: calls in them are none, and a response that ends in the middle of a thought says nothing. A call
+that cannot be read is no failure: the policy is told.
 """
 
 from __future__ import annotations
@@ -29,18 +30,28 @@ class Malformed:
     problem: str  # for the policy
 
 
-def parse_calls(form: ToolFormatName, text: str, tools: Sequence[Tool]) -> list[ToolCall | Malformed]:
-    """The calls of a response, in their order; none: it is said to whoever asked."""
-    said = text.rpartition("</think>")[2]
+def without_thoughts(text: str, *, thinking: bool = False) -> str:
+    """What a response says; "" where its thoughts never end. thinking: its prompt has opened them."""
+    _, end, said = text.rpartition("</think>")
+    if thinking and not end:
+        return ""
+    return "" if said.lstrip().startswith("<think>") else said
+
+
+def parse_calls(
+    form: ToolFormatName, text: str, tools: Sequence[Tool], *, thinking: bool = False
+) -> list[ToolCall | Malformed]:
+    """The calls of a response, in their order; none: it is said to whoever asked. thinking: as above."""
+    said = without_thoughts(text, thinking=thinking)
     if form == "hermes":
         return [_hermes(match, tools) for match in _HERMES.finditer(said)]
     known = {tool.name: tool for tool in tools}
     return [_fenced(match, known[match[1]]) for match in _FENCED.finditer(said) if match[1] in known]
 
 
-def without_calls(form: ToolFormatName, text: str, tools: Sequence[Tool]) -> str:
+def without_calls(form: ToolFormatName, text: str, tools: Sequence[Tool], *, thinking: bool = False) -> str:
     """What is said beside the calls, thoughts left out."""
-    said = text.rpartition("</think>")[2]
+    said = without_thoughts(text, thinking=thinking)
     if form == "hermes":
         return _HERMES.sub("", said).strip()
     names = {tool.name for tool in tools}
@@ -100,7 +111,7 @@ def _fenced(match: re.Match[str], tool: Tool) -> ToolCall | Malformed:
     if not match[3]:
         return Malformed(f"the block of {tool.name} has no closing ```")
     if len(tool.parameters) == 1:
-        return ToolCall(tool.name, {name: match[2].removesuffix("\n") for name in tool.parameters})
+        return _call(tool, {name: match[2].removesuffix("\n") for name in tool.parameters})
     try:
         return _checked(tool, json.loads(match[2]))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -113,7 +124,19 @@ def _checked(tool: Tool, arguments: Any) -> ToolCall | Malformed:
     wrong = [name for name, value in arguments.items() if not isinstance(value, str)]
     if wrong:
         return Malformed(f"{_named(wrong)} of {tool.name} must be a text")
-    return ToolCall(tool.name, arguments)
+    return _call(tool, arguments)
+
+
+def _call(tool: Tool, arguments: Mapping[str, str]) -> ToolCall | Malformed:
+    """Of texts that a file or a command can have: JSON also writes what is no character."""
+    if nul := [name for name, value in arguments.items() if "\0" in value]:
+        return Malformed(f"{_named(nul)} of {tool.name} has a NUL character")
+    return ToolCall(tool.name, {name: as_characters(value) for name, value in arguments.items()})
+
+
+def as_characters(text: str) -> str:
+    """A text that can be encoded: halves of surrogate pairs, as JSON and names of files may have, become "?"."""
+    return text.encode(errors="replace").decode()
 
 
 def _named(names: Mapping[str, str] | Sequence[str]) -> str:

@@ -6,9 +6,10 @@ import numpy as np
 
 from rlx.config.chat import ToolsConfig
 from rlx.envs.conversation import Conversation
-from rlx.envs.env import Env, ToolCall
-from rlx.envs.tool_calls import Malformed, parse_calls, without_calls
+from rlx.envs.env import Env, Step, ToolCall
+from rlx.envs.tool_calls import Malformed, as_characters, parse_calls, without_calls
 from rlx.rollout.transcript import Transcript, Verdict
+from rlx.sandbox.base import PathError, WorkspaceError
 from rlx.types import StopReason
 
 
@@ -29,30 +30,42 @@ class ToolSession:
         return self._conversation.opening(await self._env.reset())
 
     async def step(self, response: np.ndarray) -> np.ndarray | None:
-        chat, form = self._conversation.chat, self._limits.format
-        text, tools = chat.decode(response), self._conversation.tools
-        if not len(response) or response[-1] not in chat.stop_token_ids:
-            await self._env.step(without_calls(form, text, tools))
+        said, calls = self._read(response)
+        if not len(response) or response[-1] not in self._conversation.chat.stop_token_ids:
+            await self._env.step(said)
             return None
         told: list[str] = []
-        actions: list[str | ToolCall | Malformed] = [*parse_calls(form, text, tools)]
-        for call in actions or [without_calls(form, text, tools)]:
-            if isinstance(call, Malformed):
-                told.append(f"Error: {call.problem}")
-            elif self._seconds >= self._limits.session_seconds:
-                told.append("Error: not run, the tools of this session have run long enough")
-            else:
-                step = await self._env.step(call)
-                if step.done:
-                    return None
-                self._seconds += step.seconds
-                told.append(cut(step.observation, self._limits.output_bytes))
+        for call in calls or [said]:
+            step = await self._act(call)
+            if step.done:
+                return None
+            self._seconds += step.seconds
+            told.append(as_characters(step.observation))
         self._told.append(told)
         if len(self._told) >= self._limits.max_turns:
             self._stop = StopReason.TURN_LIMIT
         elif self._seconds >= self._limits.session_seconds:
             self._stop = StopReason.TOOL_LIMIT
         return None if self._stop is not None else self._conversation.following(told, response)
+
+    def _read(self, response: np.ndarray) -> tuple[str, list[ToolCall | Malformed]]:
+        """What is said beside the calls, and the calls."""
+        known, form = self._conversation, self._limits.format
+        text = known.chat.decode(response)
+        said = without_calls(form, text, known.tools, thinking=known.thinking)
+        return said, parse_calls(form, text, known.tools, thinking=known.thinking)
+
+    async def _act(self, action: str | ToolCall | Malformed) -> Step:
+        """What came of it. What a call cannot do with the workspace as the policy has made it is told, too."""
+        if isinstance(action, Malformed):
+            return Step(f"Error: {action.problem}")
+        if self._seconds >= self._limits.session_seconds:
+            return Step("Error: not run, the tools of this session have run long enough")
+        try:
+            step = await self._env.step(action)
+            return step._replace(observation=in_bytes(step.observation, self._limits.output_bytes))
+        except (PathError, WorkspaceError) as error:
+            return Step(f"Error: {error}")
 
     async def grade(self, transcript: Transcript) -> Verdict:
         grade = await self._env.grade()
@@ -72,9 +85,9 @@ class ToolSession:
         return "\n\n".join(parts)
 
 
-def cut(text: str, most: int) -> str:
+def in_bytes(text: str, most: int) -> str:
     """At most about `most` bytes of a text: where it is longer, its beginning and its end."""
-    data = text.encode()
+    data = text.encode(errors="replace")
     if len(data) <= most:
         return text
     half = most // 2

@@ -39,6 +39,20 @@ def test_several_calls_come_in_their_order_and_thoughts_are_none(form):
     assert parse_calls(form, text, TOOLS) == [*CALLS, CALLS[0]]
 
 
+@pytest.mark.parametrize("form", ["hermes", "plain"])
+@pytest.mark.parametrize("opening, thinking", [("<think>", False), ("", True), ("<think>a</think>\n<think>", False)])
+def test_a_thought_that_does_not_end_has_neither_calls_nor_words(form, opening, thinking):
+    text = f"{opening}It may be 4.\n{write_call(form, CALLS[0])}"
+    assert parse_calls(form, text, TOOLS, thinking=thinking) == []
+    assert without_calls(form, text, TOOLS, thinking=thinking) == ""
+    assert parse_calls(form, f"{text}\n</think>\n{write_call(form, CALLS[1])}", TOOLS, thinking=thinking) == [CALLS[1]]
+
+
+def test_what_is_no_character_becomes_one():
+    (call,) = parse_calls("hermes", hermes(r'{"name": "python", "arguments": {"code": "\ud800"}}'), TOOLS)
+    assert call.arguments == {"code": "?"}
+
+
 def test_other_blocks_are_text():
     text = "So:\n```bash\nls\n```"
     assert parse_calls("plain", text, TOOLS) == []
@@ -56,6 +70,12 @@ def test_other_blocks_are_text():
         ("hermes", hermes('{"name": "python"}'), "the arguments of python are an object with 'code'"),
         ("hermes", hermes('{"name": "python", "arguments": "x"}'), "the arguments of python are an object with 'code'"),
         ("hermes", hermes('{"name": "python", "arguments": {"code": 1}}'), "'code' of python must be a text"),
+        (
+            "hermes",
+            hermes(r'{"name": "python", "arguments": {"code": "\u0000"}}'),
+            "'code' of python has a NUL character",
+        ),
+        ("plain", "```python\n\0\n```", "'code' of python has a NUL character"),
         ("plain", "```python\nprint(1)", "the block of python has no closing ```"),
         ("plain", "```edit\na.py\n```", "the block of edit must be a JSON object with 'path', 'text': "),
         ("plain", '```edit\n{"path": "a"}\n```', "the arguments of edit are an object with 'path', 'text'"),

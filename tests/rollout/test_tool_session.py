@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from rlx.envs.grading import Grade, Outcome
 from rlx.rollout import virtual
 from rlx.rollout.engine import Completion
 from rlx.rollout.session import play
-from rlx.rollout.tool_session import ToolSession, cut
+from rlx.rollout.tool_session import ToolSession, in_bytes
 from rlx.rollout.transcript import Transcript
+from rlx.sandbox.base import PathError, SandboxError, WorkspaceError
 from rlx.types import StopReason, VersionSpan
 from tests.tiny_tokenizer import IM_END, build
 
@@ -55,9 +57,9 @@ def conversation(tmp_path_factory):
     return open_conversation(chat, "plain", (PYTHON,))
 
 
-def talk(conversation, responses, limits=LIMITS, limit=0):
+def talk(conversation, responses, limits=LIMITS, limit=0, env=None):
     """(stop, verdict, environment, transcript, prompts) of a session in which the policy says `responses`."""
-    env, transcript, prompts, said = Script(), Transcript(), [], iter(responses)
+    env, transcript, prompts, said = env or Script(), Transcript(), [], iter(responses)
     session = ToolSession(env, conversation, limits)
 
     async def respond(transcript):
@@ -130,9 +132,54 @@ def test_a_session_at_its_token_limit_is_graded_on_its_work_so_far(conversation)
 
 
 def test_long_outputs_lose_their_middle(conversation):
-    assert cut("short", 40) == "short"
-    text = cut("a" * 30 + "é" * 30 + "z" * 30, 40)
+    assert in_bytes("short", 40) == "short"
+    text = in_bytes("a" * 30 + "é" * 30 + "z" * 30, 40)
     assert text.startswith("a" * 20 + "\n... 80 bytes left out ...\n")
     assert text.endswith("z" * 20)
     _, verdict, *_ = talk(conversation, [CALL % ("x" * 100), "enough"])
     assert "... 60 bytes left out ..." in verdict.text
+
+
+class Broken(Script):
+    """Whatever is run raises `error`."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    async def step(self, action):
+        if isinstance(action, str):
+            return await super().step(action)
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [PathError("program.py is no file"), WorkspaceError("there is no room")])
+def test_what_the_policy_made_of_its_workspace_is_told_and_no_failure(conversation, error):
+    stop, verdict, *_ = talk(conversation, [CALL % "a", "enough"], env=Broken(error))
+    assert stop is StopReason.STOP
+    assert f"[1] Error: {error}" in verdict.text
+    assert verdict.grade.outcome == Outcome.GRADED
+
+
+def test_a_sandbox_that_fails_is_a_failure(conversation):
+    with pytest.raises(SandboxError, match="gone"):
+        talk(conversation, [CALL % "a"], env=Broken(SandboxError("gone")))
+
+
+def test_names_that_are_no_text_can_be_told(conversation):
+    class Lists(Script):
+        async def step(self, action):
+            return Step(os.fsdecode(b"\xff.txt")) if not isinstance(action, str) else await super().step(action)
+
+    _, verdict, *_ = talk(conversation, [CALL % "a", "enough"], env=Lists())
+    assert "[1] ?.txt" in verdict.text
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("begun, thought", [(True, ""), (False, "<think>\n")])
+def test_a_thought_that_does_not_end_says_and_does_nothing(conversation, begun, thought, ended):
+    thinking = dataclasses.replace(conversation, thinking=begun)
+    response = f"{thought}It is 4, enough.\n{CALL % 'a'}" + ("" if ended else "...")
+    stop, _, env, *_ = talk(thinking, [response, "</think>enough"])
+    assert stop is (StopReason.STOP if ended else StopReason.LENGTH)
+    assert env.actions == ["", "enough"][: 1 + ended]

@@ -77,6 +77,7 @@ WRONG = [
     ({**distilled(filter="agreeing"), "advantage": "none"}, OPEN, "objective.advantage", "'group_mean'"),
     (distilled(filter="agreeing", weights=(1.0, 1.0)), OPEN, "objective.distill.weights", "one weight"),
     (distilled(calibration="entropy", calibration_floor=0.0), OPEN, "objective.distill.calibration_floor", "(0, 1]"),
+    (distilled(calibration="overlap"), {**OPEN, "head_size": 0}, "rollout.head_size", "'overlap'"),
     (distilled(weights=(1.0, -1.0)), OPEN, "objective.distill.weights", "above 0"),
 ]
 

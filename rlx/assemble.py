@@ -270,6 +270,9 @@ def sampling(config: Config) -> Sampling:
         environment_timeout_s=config.producer.environment_timeout_s,
         # Between two rounds a session holds its sandbox, and its grading may need another.
         sessions_at_once=config.sandbox.max_open // 2 if several_turns(config) else 0,
+        gradings=config.grader.workers if several_turns(config) else 0,
+        retries=config.producer.retries,
+        backoff_s=config.producer.backoff_s,
     )
 
 

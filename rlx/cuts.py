@@ -88,7 +88,8 @@ async def record_policy(
     config = recording.config
     state = assemble.fresh_state(config, model)
     engine = assemble.make_engine(config, model, assemble.policy_params(config, model, state.trainable), 0)
-    sampling = dataclasses.replace(assemble.sampling(config), group_size=attempts)
+    # Without retries the n-th session that is made is the n-th sample's.
+    sampling = dataclasses.replace(assemble.sampling(config), group_size=attempts, retries=0)
     digests: list[str] = []
     for number, task in enumerate(tqdm(tasks, desc="tasks", unit="", file=sys.stderr)):
         made: list[RecordedSession] = []

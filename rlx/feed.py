@@ -24,7 +24,7 @@ from rlx.metrics.jsonl import JsonlWriter, read_json
 from rlx.metrics.ledger import Ledger
 from rlx.rollout import journal, resume, timing
 from rlx.rollout.buffer import Batch, Buffer
-from rlx.rollout.collect import Environments, collect
+from rlx.rollout.collect import Environments, check_begun, collect
 from rlx.rollout.options import producer_options, rules
 from rlx.rollout.producer import Producer
 from rlx.rollout.report import take_scalars
@@ -105,6 +105,7 @@ class Synchronous:
         asked = [(instance.group, instance.task) for instance in instances]
         sampling = assemble.sampling(parts.config)
         groups = await collect(parts.serving.engine, parts.environments, asked, sampling)
+        check_begun(groups)
         samples = [s for g in groups for s in g.samples]
         parts.ledger.generated(sum(s.num_written for s in samples), len(samples), len(groups))
         for group in groups:

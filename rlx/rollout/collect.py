@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -37,6 +37,9 @@ class Sampling:
     session_token_limit: int = 0  # tokens from which a session is given no further turn, 0 = none
     environment_timeout_s: float = 600.0  # of one call
     sessions_at_once: int = 0  # what sessions hold between rounds there is so often; 0 = no limit
+    gradings: int = 0  # at once, of those that go on together; 0 = no limit
+    retries: int = 3  # of an environment that does not begin
+    backoff_s: float = 1.0  # doubles with each retry
 
 
 def sample_seeds(seed: int, group: int, count: int) -> tuple[int, ...]:
@@ -53,10 +56,10 @@ def turn_seed(seed: int, group: int, index: int, turn: int, written: int) -> int
 async def collect(
     engine: Engine, environments: Environments, tasks: Sequence[tuple[int, Task]], sampling: Sampling
 ) -> list[Group]:
-    """One group for each (group number, task). A sample whose environment failed has Outcome.ERROR.
+    """One group for each (group number, task). A sample whose environment failed has Outcome.ERROR, and no token where
+    it did not even begin.
 
-    Raises:
-      EngineError: the engine cannot serve. EnvironmentFailed: an environment does not begin.
+    Raises EngineError: the engine cannot serve.
     """
     size = max(1, sampling.sessions_at_once // sampling.group_size) if sampling.sessions_at_once else len(tasks)
     groups: list[Group] = []
@@ -65,15 +68,25 @@ async def collect(
     return groups
 
 
+def check_begun(groups: Sequence[Group]) -> None:
+    """Raises EnvironmentFailed where not one session has a token: whatever they act in is not there at all."""
+    samples = [sample for group in groups for sample in group.samples]
+    if samples and not any(sample.num_written for sample in samples):
+        raise EnvironmentFailed(
+            "environment_error", f"no session of {len(samples)} began: {samples[0].grade['detail']}"
+        )
+
+
 async def _collect(
     engine: Engine, environments: Environments, tasks: Sequence[tuple[int, Task]], sampling: Sampling
 ) -> list[Group]:
     """Groups whose sessions go on together."""
-    rounds = Rounds(len(tasks) * sampling.group_size)
+    count = len(tasks) * sampling.group_size
+    rounds, graders = Rounds(count), asyncio.Semaphore(sampling.gradings or count)
     try:
         async with asyncio.TaskGroup() as running:
             jobs = [
-                running.create_task(_Collected(engine, environments, task, number, sampling, rounds).group())
+                running.create_task(_Collected(engine, environments, task, number, sampling, rounds, graders).group())
                 for number, task in tasks
             ]
     except ExceptionGroup as failures:
@@ -85,51 +98,87 @@ class _Collected:
     """One group on its way."""
 
     def __init__(
-        self, engine: Engine, environments: Environments, task: Task, number: int, sampling: Sampling, rounds: Rounds
+        self,
+        engine: Engine,
+        environments: Environments,
+        task: Task,
+        number: int,
+        sampling: Sampling,
+        rounds: Rounds,
+        graders: asyncio.Semaphore,
     ):
         self.engine, self.task, self.number, self.sampling, self.rounds = engine, task, number, sampling, rounds
-        made = [environments(task) for _ in range(sampling.group_size)]
-        self.environments = [Guarded(environment, sampling.environment_timeout_s) for environment in made]
+        self.graders = graders
+        self._make = lambda: Guarded(environments(task), sampling.environment_timeout_s)
+        self.environments = [self._make() for _ in range(sampling.group_size)]
         self.released: set[int] = set()
 
     async def group(self) -> Group:
         try:
-            prompts = await asyncio.gather(*(e.reset() for e in self.environments))
-            answers = await self._first(prompts)
-            transcripts = [Transcript() for _ in prompts]
-            for transcript, prompt, answer in zip(transcripts, prompts, answers, strict=True):
-                transcript.observe(prompt)
-                transcript.write(answer)
-            samples = await asyncio.gather(*(self._sample(i, t) for i, t in enumerate(transcripts)))
-            return Group(self.task, tuple(samples))
+            begun = await asyncio.gather(*(self._begin(i) for i in range(len(self.environments))))
+            transcripts = {i: t for i, t in enumerate(begun) if isinstance(t, Transcript)}
+            for _ in range(len(begun) - len(transcripts)):
+                self.rounds.leave()
+            if transcripts:
+                await self._first(transcripts)
+            jobs = (self._sample(i, t) if isinstance(t, Transcript) else self._none(i, t) for i, t in enumerate(begun))
+            return Group(self.task, tuple(await asyncio.gather(*jobs)))
         finally:
             await asyncio.gather(*(self._release(i) for i in range(len(self.environments))))
+
+    async def _begin(self, index: int) -> Transcript | EnvironmentFailed:
+        """A session that has begun, or why it does not."""
+        transcript, attempt = Transcript(), 0
+        while True:
+            try:
+                transcript.observe(await self.environments[index].reset())
+                return transcript
+            except EnvironmentFailed as error:
+                if attempt == self.sampling.retries:
+                    return error
+            await self._close(index)
+            self.environments[index] = self._make()
+            await asyncio.sleep(self.sampling.backoff_s * 2**attempt)
+            attempt += 1
 
     async def _release(self, index: int) -> None:
         """Once: as soon as its sample is graded, since others may wait for what it holds."""
         if index not in self.released:
             self.released.add(index)
-            with contextlib.suppress(EnvironmentFailed):  # what it does while it closes is not the sample's business
-                await self.environments[index].close()
+            await self._close(index)
 
-    async def _first(self, prompts: Sequence[np.ndarray]) -> list[Completion]:
+    async def _close(self, index: int) -> None:
+        with contextlib.suppress(EnvironmentFailed):  # what it does while it closes is not the sample's business
+            await self.environments[index].close()
+
+    async def _first(self, transcripts: Mapping[int, Transcript]) -> None:
         """The first responses; where all samples have one prompt, by one request, which computes it once."""
-        seeds = sample_seeds(self.sampling.seed, self.number, self.sampling.group_size)
-        await self.rounds.turn((self.number, 0), places=self.sampling.group_size)
+        every = sample_seeds(self.sampling.seed, self.number, self.sampling.group_size)
+        seeds = tuple(every[i] for i in transcripts)
+        prompts = [transcript.tokens() for transcript in transcripts.values()]
+        name = f"{self.number}:{self.task.id}"
+        await self.rounds.turn((self.number, 0), places=len(transcripts))
         if all(np.array_equal(prompt, prompts[0]) for prompt in prompts):
-            return await self._ask(f"{self.number}:{self.task.id}", prompts[0], seeds)
-        asked = (
-            self._ask(f"{self.number}:{self.task.id}:{i}", prompt, (seed,))
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-        )
-        return [answer for (answer,) in await asyncio.gather(*asked)]
+            answers = await self._ask(name, prompts[0], seeds)
+        else:
+            asked = (
+                self._ask(f"{name}:{i}", p, (seed,)) for i, p, seed in zip(transcripts, prompts, seeds, strict=True)
+            )
+            answers = [answer for (answer,) in await asyncio.gather(*asked)]
+        for transcript, answer in zip(transcripts.values(), answers, strict=True):
+            transcript.write(answer)
+
+    async def _none(self, index: int, error: EnvironmentFailed) -> Sample:
+        """Of a session that did not begin."""
+        await self._release(index)
+        verdict = _no_verdict(error)
+        return Transcript().sample(self.task, self.number, index, verdict, StopReason.ABORT, zero_truncated=False)
 
     async def _sample(self, index: int, transcript: Transcript) -> Sample:
         try:
             stop = await self._play(index, transcript)
         except EnvironmentFailed as error:
-            grade = Grade(0.0, "", f"{error.reason}: {error}", 0.0, Outcome.ERROR)
-            verdict, stop = Verdict(grade, ""), transcript.stop_reason
+            verdict, stop = _no_verdict(error), transcript.stop_reason
         else:
             verdict = await self._grade(index, transcript)
         await self._release(index)
@@ -161,10 +210,12 @@ class _Collected:
             self.rounds.leave()
 
     async def _grade(self, index: int, transcript: Transcript) -> Verdict:
-        try:
-            return await self.environments[index].grade(transcript)
-        except EnvironmentFailed as error:
-            return Verdict(Grade(0.0, "", f"{error.reason}: {error}", 0.0, Outcome.ERROR), "")
+        """Waiting for a grader counts for no limit of the environment's."""
+        async with self.graders:
+            try:
+                return await self.environments[index].grade(transcript)
+            except EnvironmentFailed as error:
+                return _no_verdict(error)
 
     async def _ask(self, name: str, prompt: np.ndarray, seeds: tuple[int, ...]) -> list[Completion]:
         sampling = self.sampling
@@ -179,3 +230,7 @@ class _Collected:
         for answer in answers:
             check_completion(request, answer)
         return answers
+
+
+def _no_verdict(error: EnvironmentFailed) -> Verdict:
+    return Verdict(Grade(0.0, "", f"{error.reason}: {error}", 0.0, Outcome.ERROR), "")

@@ -30,13 +30,13 @@ class ToolSession:
         return self._conversation.opening(await self._env.reset())
 
     async def step(self, response: np.ndarray) -> np.ndarray | None:
-        said, calls = self._read(response)
+        said, actions = self._read(response)
         if not len(response) or response[-1] not in self._conversation.chat.stop_token_ids:
             await self._env.step(said)
             return None
         told: list[str] = []
-        for call in calls or [said]:
-            step = await self._act(call)
+        for action in actions or [said]:
+            step = await self._act(action)
             if step.done:
                 return None
             self._seconds += step.seconds
@@ -48,12 +48,12 @@ class ToolSession:
             self._stop = StopReason.TOOL_LIMIT
         return None if self._stop is not None else self._conversation.following(told, response)
 
-    def _read(self, response: np.ndarray) -> tuple[str, list[ToolCall | Malformed]]:
+    def _read(self, response: np.ndarray) -> tuple[str, list[str | ToolCall | Malformed]]:
         """What is said beside the calls, and the calls."""
         known, form = self._conversation, self._limits.format
         text = known.chat.decode(response)
         said = without_calls(form, text, known.tools, thinking=known.thinking)
-        return said, parse_calls(form, text, known.tools, thinking=known.thinking)
+        return said, [*parse_calls(form, text, known.tools, thinking=known.thinking)]
 
     async def _act(self, action: str | ToolCall | Malformed) -> Step:
         """What came of it. What a call cannot do with the workspace as the policy has made it is told, too."""

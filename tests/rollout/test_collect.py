@@ -10,9 +10,9 @@ import pytest
 
 from rlx.envs.grading import Grade, Outcome
 from rlx.rollout import virtual
-from rlx.rollout.collect import Sampling, collect, sample_seeds
+from rlx.rollout.collect import Sampling, check_begun, collect, sample_seeds
 from rlx.rollout.engine import Completion, EngineError
-from rlx.rollout.session import questions
+from rlx.rollout.session import EnvironmentFailed, questions
 from rlx.types import StopReason, Task, TopK, VersionSpan
 from tests.rollout.scripted import Conversation, ScriptedEngine
 
@@ -264,3 +264,78 @@ def test_a_sample_whose_environment_fails_is_no_verdict():
         assert sample.grade["outcome"] == Outcome.ERROR
         assert "environment_error: environment: OSError: broken" in sample.grade["detail"]
         assert sample.num_written
+
+
+class Unwilling(Slow):
+    """Where it `fails`, it does not begin."""
+
+    def __init__(self, task, fails):
+        super().__init__(task, 2)
+        self.fails = fails
+
+    async def reset(self):
+        if self.fails:
+            raise OSError("no place")
+        return await super().reset()
+
+
+def begin(fails, tasks=1, **changes):
+    """(groups, engine, environments) where the n-th environment that is made fails if `fails(n)`."""
+    made, engine = [], ScriptedEngine(lengths=(2, 4), admission=100)
+
+    def make(task):
+        made.append(Unwilling(task, fails(len(made))))
+        return made[-1]
+
+    sampling = dataclasses.replace(SAMPLING, **changes)
+    return virtual.run(collect(engine, make, TASKS[:tasks], sampling)), engine, made
+
+
+def test_a_session_whose_environment_begins_at_last_is_as_any():
+    groups, _, made = begin(lambda n: n in (0, 4, 5), tasks=2)
+    well, _, _ = begin(lambda n: False, tasks=2)
+    assert len(made) == 9
+    assert all(environment.closed == 1 for environment in made)
+    for sample, other in zip([s for g in groups for s in g.samples], [s for g in well for s in g.samples], strict=True):
+        np.testing.assert_array_equal(sample.tokens, other.tokens)
+
+
+def test_a_session_whose_environment_never_begins_is_no_verdict_and_the_others_go_on():
+    groups, _, made = begin(lambda n: n in (1, 5), tasks=3, retries=0)
+    well, _, _ = begin(lambda n: False, tasks=3)
+    samples, others = ([s for g in groups for s in g.samples] for groups in (groups, well))
+    assert [s.index for s in samples] == [0, 1, 2] * 3
+    assert all(environment.closed == 1 for environment in made)
+    for n, (sample, other) in enumerate(zip(samples, others, strict=True)):
+        assert (sample.grade["outcome"] == Outcome.ERROR) == (n in (1, 5))
+        assert len(sample.tokens) == (0 if n in (1, 5) else len(other.tokens))
+        np.testing.assert_array_equal(sample.tokens, other.tokens[: len(sample.tokens)])
+    assert "environment_error: environment: OSError: no place" in samples[1].grade["detail"]
+    check_begun(groups)
+
+
+def test_where_nothing_begins_it_is_said():
+    groups, engine, made = begin(lambda n: True, tasks=2, retries=2)
+    assert (len(engine.requests), len(made)) == (0, 2 * 3 * 3)
+    with pytest.raises(
+        EnvironmentFailed, match="no session of 6 began: environment_error: environment: OSError: no pl"
+    ):
+        check_begun(groups)
+
+
+def test_no_more_gradings_run_than_there_are_graders_and_their_limit_is_their_own():
+    running, most = 0, 0
+
+    class Judged(Slow):
+        async def grade(self, transcript):
+            nonlocal running, most
+            running, most = running + 1, max(most, running + 1)
+            await asyncio.sleep(4.0)
+            running -= 1
+            return await super().grade(transcript)
+
+    sampling = dataclasses.replace(SAMPLING, gradings=2, environment_timeout_s=10.0)
+    engine = ScriptedEngine(lengths=(2, 4), admission=100)
+    groups = virtual.run(collect(engine, lambda task: Judged(task, 2), TASKS, sampling))
+    assert most == 2
+    assert {s.grade["outcome"] for g in groups for s in g.samples} == {Outcome.GRADED}

@@ -27,6 +27,7 @@ def test_sessions_of_several_turns_pass_with_a_limit():
         ({"tools.max_turns": 0}, "tools.max_turns = 0", "above 0"),
         ({"tools.output_bytes": -1}, "tools.output_bytes = -1", "above 0"),
         ({"tools.session_seconds": 5.0}, "tools.call_seconds = 10.0", "session_seconds = 5.0 ends the session before"),
+        ({"sandbox.limits.wall_s": 5.0}, "tools.call_seconds = 10.0", "limits.wall_s = 5.0 ends a call before"),
         ({"producer.session_token_limit": 0}, "producer.session_token_limit = 0", "set at most 192"),
         ({"learner.row_targets": 64}, "learner.row_targets = 64", "set 0, or at least 224"),
         ({"producer.environment_timeout_s": 12.0}, "producer.environment_timeout_s = 12.0", "set at least 15.0"),

@@ -18,7 +18,7 @@ from experiments.popd.optimum import OPTIMA
 from experiments.popd.recipe import EXPERT_UPDATES
 from experiments.popd.run import LAMBDAS, LINES, SEEDS, SHARE_KEPT, UPDATE_SHARE, Result, results
 from rlx.models.spec import count_parameters
-from rlx.proxy.calibration import fit_lambda
+from rlx.proxy.calibration import Fit, fit_lambda
 from rlx.proxy.report import Table, markdown_table
 
 PAGE = Path("docs/popd_study.md")
@@ -180,12 +180,33 @@ def _lambdas(found: Found) -> list[tuple[str, str, bool | None]]:
     for proxy, lams in LAMBDAS.items():
         points = [(lam, [r.after for r in found.of(popd_line(proxy, lam))]) for lam in lams]
         fits[proxy] = fit_lambda({lam: scores for lam, scores in points if scores})
-    if any(fit is None for fit in fits.values()):
-        return []
     mid, small = fits["mid"], fits["small"]
-    text = f"fitted lambda* {mid} with `mid`, {small} with `small`"
-    holds = None if mid.high >= small.low and small.high >= mid.low else small.best > mid.best
-    return [("The best lambda is larger for the smaller proxy", text, holds)]
+    if mid is None or small is None:
+        return []
+    claim = "The best lambda is larger for the smaller proxy"
+    lines = [(f"{claim}, after 20 updates", *_larger(mid, small))]
+    ends = {proxy: optimum_fit(proxy) for proxy in LAMBDAS} if OPTIMA.is_file() else {}
+    last, other = ends.get("mid"), ends.get("small")
+    if last is not None and other is not None:
+        lines.append((f"{claim}, in the end (below)", *_larger(last, other)))
+    return lines
+
+
+def _larger(mid: Fit, small: Fit) -> tuple[str, bool | None]:
+    apart = mid.high < small.low or small.high < mid.low
+    return f"fitted lambda* {mid} with `mid`, {small} with `small`", small.best > mid.best if apart else None
+
+
+def optimum_rates(column: str, proxy: str) -> dict[float, list[float]]:
+    """lambda -> of each seed."""
+    with OPTIMA.open(newline="", encoding="utf-8") as file:
+        rows = [r for r in csv.DictReader(file) if r["proxy"] == proxy]
+    lams = sorted({float(r["lambda"]) for r in rows})
+    return {lam: [float(r[column]) for r in rows if float(r["lambda"]) == lam] for lam in lams}
+
+
+def optimum_fit(proxy: str) -> Fit | None:
+    return fit_lambda(optimum_rates("pass_rate", proxy))
 
 
 def _hops(found: Found) -> list[tuple[str, str, bool | None]]:
@@ -232,19 +253,15 @@ def _updates(found: Found) -> list[tuple[str, str, bool | None]]:
 
 def optima() -> Table:
     """Pass rates of the optima themselves, the mean over seeds."""
-    with OPTIMA.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    lams = sorted({float(r["lambda"]) for r in rows})
-    shown = []
+    header, shown = ["lambda"], []
     for proxy in LAMBDAS:
-        of = [r for r in rows if r["proxy"] == proxy]
-        for title, column in ((f"`{proxy}`: pass rate", "pass_rate"), ("answers with other tokens", "not_digits")):
-            cells = [[float(r[column]) for r in of if float(r["lambda"]) == lam] for lam in lams]
-            shown.append([title, *(f"{np.mean(x):.3f}" for x in cells)])
-        scores = {lam: [float(r["pass_rate"]) for r in of if float(r["lambda"]) == lam] for lam in lams}
-        fit = fit_lambda(scores)
-        shown[-2][0] += f", best at {fit}" if fit else ""
-    return Table("Where each lambda leads in the end", ["lambda", *(f"{lam:g}" for lam in lams)], shown)
+        rates = optimum_rates("pass_rate", proxy)
+        header = ["lambda", *(f"{lam:g}" for lam in rates)]
+        best = f"`{proxy}`: pass rate, best at {optimum_fit(proxy)}"
+        shown.append([best, *(f"{np.mean(x):.3f}" for x in rates.values())])
+        strange = optimum_rates("not_digits", proxy)
+        shown.append(["answers with other tokens than digits", *(f"{np.mean(x):.3f}" for x in strange.values())])
+    return Table("Where each lambda leads in the end", header, shown)
 
 
 def page(kept: list[Result], remarks: str) -> str:

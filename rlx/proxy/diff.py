@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("frozen",), "must stay", "teachers and signals are what is learned from"),
     Rule(("collapse",), "search again", "bounds follow the lengths and the entropy of the model's own responses"),
     Rule(("objective", "learner", "rollout"), "must stay", "it is the algorithm that is being compared"),
-    Rule(("tasks", "tools", "grader"), "carries over", "tasks, sandboxes and graders do not know the model"),
+    Rule(("tasks", "tools", "grader", "sandbox"), "carries over", "tasks, sandboxes and graders do not know the model"),
     Rule(("producer",), "carries over", "timeouts and repairs belong to sandboxes and servers"),
     Rule(("eval", "audit", "checkpoint", "metrics", "run", "sft"), "carries over", "measuring and recording do not "
          "know the model"),

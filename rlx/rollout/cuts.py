@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlx.envs.cut_index import INDEX, Place, read_index, write_index
 from rlx.envs.env import Env
-from rlx.envs.web.tasks import INDEX, read_index
 from rlx.rollout.records import RecordError, pack, read_task, task_tree, unpack
 from rlx.rollout.session import Environment
 from rlx.rollout.transcript import Transcript, Verdict, join
@@ -90,8 +89,8 @@ class CutStore:
         if not (self.directory / f"{digest}{SUFFIX}").exists():
             self._write(f"{digest}{SUFFIX}", data)
         index = read_index(self.directory) if (self.directory / INDEX).is_file() else {}
-        index[digest] = {"project": cut.task.metadata["project"], "step": cut.step}
-        self._write(INDEX, json.dumps(index, indent=1, sort_keys=True).encode())
+        index[digest] = Place(cut.task.id, cut.step)
+        self._write(INDEX, write_index(index))
         return digest
 
     def _write(self, name: str, data: bytes) -> None:

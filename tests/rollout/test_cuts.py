@@ -9,10 +9,10 @@ import pytest
 from rlx.config.chat import ToolsConfig
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.conversation import open_conversation
+from rlx.envs.cut_index import read_index
 from rlx.envs.env import Step, Tool, ToolCall
 from rlx.envs.grading import Grade, Outcome
 from rlx.envs.tool_calls import write_call
-from rlx.envs.web.tasks import read_index
 from rlx.rollout import cuts
 from rlx.rollout.cuts import Cut, CutRefused, CutSession, CutStore, RecordedSession
 from rlx.rollout.engine import Completion
@@ -25,7 +25,7 @@ from tests import tiny_tokenizer
 from tests.workshop import LIMITS
 
 WRITE = Tool("write", "Writes a line", {"text": "the line"})
-TASK = Task("lines/0", "lines", "Write one line a step.", None, "lines", {"project": "lines"})
+TASK = Task("lines/0", "lines", "Write one line a step.", None, "lines")
 LIMITS_OF_TOOLS = ToolsConfig("hermes", 8, 10.0, 100.0, 1000)
 PRINT = "tokenizer"
 
@@ -145,7 +145,7 @@ def test_cuts_are_named_by_their_content_and_come_back_as_they_were(passed, tmp_
     digests = [store.put(cut) for cut in passed]
     assert [store.put(cut) for cut in passed] == digests
     assert {path.name for path in store.directory.iterdir()} == {*(f"{d}.cut" for d in digests), "index.json"}
-    assert read_index(store.directory) == {d: {"project": "lines", "step": i + 1} for i, d in enumerate(digests)}
+    assert read_index(store.directory) == {d: ("lines/0", i + 1) for i, d in enumerate(digests)}
     for (digest, back), cut in zip(store, passed):
         assert digest == digests[cut.step - 1]
         np.testing.assert_array_equal(back.tokens, cut.tokens)
@@ -198,3 +198,9 @@ def test_a_cut_whose_session_would_have_been_over_is_refused(conversation, passe
 
 def test_every_field_of_a_cut_is_stored(passed, tmp_path):
     assert {field.name for field in dataclasses.fields(Cut)} == set(cuts._tree(passed[0]))
+
+
+def test_an_index_of_another_version_is_refused(tmp_path):
+    (tmp_path / "index.json").write_text('{"abc": {"project": "lines", "step": 1}}')
+    with pytest.raises(ValueError, match="record the cuts again"):
+        read_index(tmp_path)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlx.envs.cut_index import read_index
 from rlx.envs.web.project import PROJECTS, Project, project_task, read_projects
 from rlx.types import Task
 
 DATASET = "web_projects"
 ENVIRONMENT = "web_project"
-INDEX = "index.json"  # of a directory of cuts: digest -> {"project", "step"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ class WebTasks:
         known = {project.name: project for project in projects}
         tasks: dict[str, Task] = {}
         for digest, place in read_index(Path(self.cuts)).items():
-            project, step = known.get(place["project"]), place["step"]
+            project, step = known.get(place.task.partition("/")[2]), place.step  # of "source/project"
             if project is None:
                 continue
             end = step + 1 if self.until == "step" else len(project.steps)
@@ -79,12 +78,3 @@ class WebTasks:
         if not tasks:
             raise ValueError(f"cuts = {self.cuts!r} has no cut of the projects that are asked for")
         return sorted(tasks.values(), key=lambda task: task.id)
-
-
-def read_index(directory: Path) -> dict[str, dict[str, Any]]:
-    """Raises ValueError where there is none."""
-    file = directory / INDEX
-    if not file.is_file():
-        raise ValueError(f"there are no cuts in {directory}: `rlx cuts record` makes them")
-    index: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return index

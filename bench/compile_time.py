@@ -2,7 +2,7 @@
 
     python bench/compile_time.py --rounds=3
 
-CPU seconds of tracing, lowering and compiling both programs of an update, for abstract arrays; each round compiles every
+CPU seconds of tracing, lowering and compiling both programs of an update, for abstract arrays; a round compiles every
 case once, in turn, so that ratios are of neighbours in time. The first round is left out.
 """
 

@@ -166,10 +166,13 @@ class Frozen:
         return np.asarray(_penalise(self.config.objective, rewards, *arrays))
 
     def scalars(self, trained_tokens: int) -> dict[str, float]:
-        """Metrics since the last call. What was scored must not exceed what the roles need."""
+        """Metrics since the last call. Each trained token was scored by no policy twice."""
         scored, self.policies.forwards = self.policies.forwards, 0
-        per_token = scored / trained_tokens if trained_tokens else 0.0
-        return {"distill/forwards_per_token": per_token}
+        most = self.forwards_per_token * trained_tokens
+        # A KL in the reward asks for all graded samples, and of the policy itself too.
+        if not self.config.objective.penalises_rewards and scored > most:
+            raise AssertionError(f"{scored} tokens were scored, {trained_tokens} trained ones need at most {most}")
+        return {"distill/forwards_per_token": scored / trained_tokens if trained_tokens else 0.0}
 
     def close(self) -> None:
         self.policies.cache.close()

@@ -18,7 +18,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlx.config.chat import ChatConfig
-from rlx.envs.thinking import EMPTY_THOUGHT, thinking_variables
+from rlx.envs.thinking import EMPTY_THOUGHT, ends_in, thinking_variables
 
 _PROBE = "rlx probe"  # a response whose end is looked for in a rendered conversation
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -119,12 +119,12 @@ class ChatTokenizer:
     @property
     def thinks(self) -> bool:
         """Whether a response may begin with thoughts."""
-        return "<think>" in self.tokenizer.get_vocab() and EMPTY_THOUGHT not in self.render_prompt(_PROBE)
+        return "<think>" in self.tokenizer.get_vocab() and not ends_in(self.render_prompt(_PROBE), "</think>")
 
     @property
     def begins_thoughts(self) -> bool:
         """Whether a prompt ends in <think>: a response is thought until it writes </think>."""
-        return self.thinks and self.render_prompt(_PROBE).rstrip().endswith("<think>")
+        return self.thinks and ends_in(self.render_prompt(_PROBE), "<think>")
 
 
 def load_chat_tokenizer(path: str, system_prompt: str, suffix: str, chat: ChatConfig | None = None) -> ChatTokenizer:
@@ -167,10 +167,11 @@ def _use_chatml(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def _thinking(tokenizer: PreTrainedTokenizerBase, path: str, chat: ChatConfig) -> Mapping[str, Any]:
-    prompt = _render(tokenizer, [{"role": "user", "content": "question"}], add_generation_prompt=True)
-    template, has_token = tokenizer.get_chat_template(), "<think>" in tokenizer.get_vocab()
+    def prompt(variables: Mapping[str, Any]) -> str:
+        return _render(tokenizer, [{"role": "user", "content": "question"}], add_generation_prompt=True, **variables)
+
     try:
-        return thinking_variables(chat.thinking, template, prompt, has_token=has_token)
+        return thinking_variables(chat.thinking, prompt, has_token="<think>" in tokenizer.get_vocab())
     except ValueError as error:
         raise ValueError(f"chat.thinking = {chat.thinking!r}: the chat template for {path!r} {error}") from error
 

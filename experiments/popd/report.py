@@ -102,7 +102,7 @@ def table(found: Found) -> Table:
             [
                 line.name,
                 str(len(kept)),
-                "; ".join(r.expert for r in kept),
+                "; ".join(r.expert for r in kept if r.expert) or "–",
                 str(spread([r.before for r in kept])),
                 str(spread([r.after for r in kept])),
                 str(spread(found.gains(line.name))),

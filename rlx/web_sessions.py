@@ -29,7 +29,8 @@ class WebSessions:
         self._browser = Chromium(isolated=config.sandbox.kind == "bubblewrap")
         self._partial = {name: source.partial_credit for name, source in config.tasks.sources.items()}
         self._shops = {
-            name: Workshop(projects, sandboxes, self._browser) for name, projects in _projects(config).items()
+            name: Workshop(projects, sandboxes, self._browser, config.tools.call_seconds)
+            for name, projects in _projects(config).items()
         }
         self._cuts = Cuts(config, conversation)
 

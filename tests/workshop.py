@@ -38,7 +38,7 @@ async def workshop(
     """With `projects`, or those of the repository."""
     browser.require()
     async with sandboxes(kind) as opened, Chromium(isolated=kind == "bubblewrap") as chromium:
-        yield Workshop({p.name: p for p in projects or read_projects()}, opened, chromium)
+        yield Workshop({p.name: p for p in projects or read_projects()}, opened, chromium, 30.0)
 
 
 def tar(files: Mapping[str, bytes]) -> bytes:

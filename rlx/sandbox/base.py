@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -47,12 +48,23 @@ class Execution:
     stopped_by: Limit | None = None
 
 
+def sayable(word: str) -> bool:
+    """Whether a system can be given it: no NUL, no half of a surrogate pair."""
+    try:
+        return b"\0" not in os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
+
+
 def check_command(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Raises: ValueError for what no system can run."""
-    if isinstance(command, str) or not command or any("\0" in word for word in command):
-        raise ValueError(f"a command is a sequence of words, such as ['python3', 'a.py'], not {command!r}")
+    if isinstance(command, str) or not command or not all(map(sayable, command)):
+        raise ValueError(
+            f"a command is a sequence of words, such as ['python3', 'a.py'], without NUL or halves of surrogate pairs, "
+            f"not {command!r}"
+        )
     for name, value in env.items():
-        if not name or "=" in name or "\0" in name + value:
+        if not name or "=" in name or not sayable(name + value):
             raise ValueError(f"env has {name!r} = {value!r}: names have no '=', neither have names or values NUL")
 
 

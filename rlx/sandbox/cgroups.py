@@ -86,7 +86,9 @@ class Cgroup:
         return int((self._of["memory"] / file).read_text())
 
     def processes(self) -> list[int]:
-        return [int(pid) for pid in (self._of["pids"] / "cgroup.procs").read_text().split()]
+        with contextlib.suppress(FileNotFoundError):  # it has been removed
+            return [int(pid) for pid in (self._of["pids"] / "cgroup.procs").read_text().split()]
+        return []
 
     def kill(self) -> None:
         for pid in self.processes():
@@ -94,8 +96,9 @@ class Cgroup:
                 os.kill(pid, signal.SIGKILL)
 
     def remove(self) -> None:
+        """Raises OSError where one has processes after two seconds."""
         for directory in set(self._of.values()):
-            _remove(directory)
+            remove(directory)
 
     def _limit(self, limits: SandboxLimits) -> None:
         quota = int(limits.cores * _PERIOD_US)
@@ -168,9 +171,9 @@ def _writable(directory: Path) -> bool:
     return True
 
 
-def _remove(directory: Path) -> None:
-    """A group is busy for some milliseconds after its last process."""
-    for _ in range(50):
+def remove(directory: Path) -> None:
+    """A group is busy for some milliseconds after its last process. Raises OSError where it stays so."""
+    for _ in range(200):
         try:
             directory.rmdir()
             return

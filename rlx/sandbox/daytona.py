@@ -22,7 +22,7 @@ import aiohttp
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox import remote_runner
-from rlx.sandbox.base import Execution, Limit, SandboxError, check_command
+from rlx.sandbox.base import Execution, Limit, SandboxError, WorkspaceError, check_command
 from rlx.sandbox.files import parts
 
 _HOME = "/tmp/rlx"
@@ -86,12 +86,17 @@ class DaytonaSandboxes:
             "memory, disk, processes": "what the service gives a sandbox; sandbox.limits does not change it",
         }
 
-    async def request(self, method: str, path: str, *, timeout_s: float, tries: int = 1, **options: Any) -> bytes:
-        """The answer's body. Raises: SandboxError, FileNotFoundError for status 404."""
+    async def request(
+        self, method: str, path: str, *, timeout_s: float, tries: int = 1, most: int | None = None, **options: Any
+    ) -> bytes:
+        """The answer's body.
+
+        Raises: SandboxError, FileNotFoundError for status 404, WorkspaceError for a body of more than `most` bytes.
+        """
         url = f"{self._config.url.rstrip('/')}/{path}"
         for attempt in range(tries):
             async with self._answer(method, url, timeout_s, options) as answer:
-                body = await answer.read()
+                body = await _body(answer, most)
                 if answer.status < 300:
                     return body
             if answer.status not in _BUSY or attempt == tries - 1:
@@ -113,6 +118,15 @@ class DaytonaSandboxes:
                 yield answer
         except (aiohttp.ClientError, TimeoutError) as error:
             raise SandboxError(f"{method} {url}: {type(error).__name__} {error}") from error
+
+
+async def _body(answer: aiohttp.ClientResponse, most: int | None) -> bytes:
+    body = bytearray()
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if most is not None and len(body) > most:
+            raise WorkspaceError(f"the file has more than {most} bytes")
+    return bytes(body)
 
 
 class DaytonaSandbox:
@@ -156,7 +170,11 @@ class DaytonaSandbox:
 
     async def read(self, path: str) -> bytes:
         self._check_open()
-        return await self._download("/".join((remote_runner.WORKSPACE, *parts(path))))
+        place = "/".join((remote_runner.WORKSPACE, *parts(path)))
+        try:
+            return await self._download(place, self.limits.file_bytes)
+        except FileNotFoundError as error:  # which names the service
+            raise FileNotFoundError(f"there is no file {path!r} in the workspace") from error
 
     async def list(self) -> list[str]:
         self._check_open()
@@ -195,9 +213,10 @@ class DaytonaSandbox:
         path = f"toolbox/{self._id}/toolbox/files/upload"
         await self._service.request("POST", path, timeout_s=_ANSWER_S, params={"path": place}, data=form)
 
-    async def _download(self, place: str) -> bytes:
-        path = f"toolbox/{self._id}/toolbox/files/download"
-        return await self._service.request("GET", path, timeout_s=_ANSWER_S, tries=_TRIES, params={"path": place})
+    async def _download(self, place: str, most: int | None = None) -> bytes:
+        """Raises: FileNotFoundError, SandboxError, WorkspaceError for more than `most` bytes."""
+        path, wanted = f"toolbox/{self._id}/toolbox/files/download", {"path": place}
+        return await self._service.request("GET", path, timeout_s=_ANSWER_S, tries=_TRIES, most=most, params=wanted)
 
     async def _act(self, action: str, request: Mapping[str, Any], wall_s: float) -> Any:
         """What the runner answers."""

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from rlx.config.sandbox import SandboxLimits
-from rlx.sandbox.base import Limit, PathError, SandboxError, WorkspaceError
+from rlx.sandbox.base import Limit, PathError, SandboxError, WorkspaceError, sayable
 
 MAX_DEPTH = 48
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK)
@@ -40,27 +40,12 @@ class OverLimit(Exception):
 def parts(path: str) -> tuple[str, ...]:
     """Raises: PathError."""
     pure = PurePosixPath(path)
-    if (
-        not _encodable(path)
-        or pure.is_absolute()
-        or ".." in pure.parts
-        or not pure.parts
-        or "\0" in path
-        or len(pure.parts) > MAX_DEPTH
-    ):
+    inside = not pure.is_absolute() and ".." not in pure.parts and 0 < len(pure.parts) <= MAX_DEPTH
+    if not sayable(path) or not inside:
         raise PathError(
             f"{path!r} is no path of a file in the workspace: give a relative one without '..', such as 'src/main.py'"
         )
     return pure.parts
-
-
-def _encodable(path: str) -> bool:
-    """Not so where it has half of a surrogate pair; the names of files that are no UTF-8 (os.fsdecode) are."""
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def write(root: str, path: str, data: bytes, owner: int | None = None, *, executable: bool = False) -> None:

@@ -12,9 +12,9 @@ from rlx.config.sandbox import SandboxLimits
 from rlx.sandbox.cgroups import Hierarchies
 
 WORKSPACE = "/workspace"
-_USER = 1000  # what the program sees itself as
+USER = 1000  # what the program sees itself as
 _OOM_SCORE = 500  # of 1000
-_BASE_UID, _UIDS_OF_A_PROCESS = 1_000_000_000, 512
+_BASE_UID, _UIDS_OF_A_PROCESS = 1_000_000_000, 513  # sandbox.max_open is at most 512, and one probes
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 # Is the first to go when the machine runs out of memory, joins the control groups named before "--", then becomes the
 # command after it. No code of ours runs between fork and exec, so that the fork is cheap however large this process is.
@@ -28,8 +28,8 @@ _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl/certs"
 _ETC_MORE = ("localtime", "mime.types", "chromium", "chromium.d")
 # The files of /etc that name people and machines; a sandbox gets these instead.
 ETC_FILES = {
-    "passwd": f"root:x:0:0::/:/bin/sh\nuser:x:{_USER}:{_USER}::{WORKSPACE}:/bin/sh\n",
-    "group": f"root:x:0:\nuser:x:{_USER}:\n",
+    "passwd": f"root:x:0:0::/:/bin/sh\nuser:x:{USER}:{USER}::{WORKSPACE}:/bin/sh\n",
+    "group": f"root:x:0:\nuser:x:{USER}:\n",
     "hosts": "127.0.0.1 localhost sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
@@ -38,7 +38,8 @@ ETC_FILES = {
 def user_of(slot: int) -> int:
     """The user and group of sandbox number `slot` of this process; no other process's sandboxes have it.
 
-    Where this process is root of a container with few users, it is one of the upper half of those.
+    Where this process is root of a container with few users, it is one of the upper half of those, and those of
+    another process's sandboxes may be the same: control groups and namespaces keep them apart still.
     """
     if slot >= _UIDS_OF_A_PROCESS:
         raise ValueError(f"sandbox number {slot}: there are users for {_UIDS_OF_A_PROCESS} at once")
@@ -93,8 +94,8 @@ def namespaces(
         "--cap-drop",
         "ALL",
     ]
-    argv += ["--uid", str(_USER), "--gid", str(_USER), "--hostname", "sandbox"]
-    argv += _system(read_only)
+    argv += ["--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
+    argv += system(read_only)
     argv += ["--ro-bind", etc, "/etc"]
     # Not writable: where root has no CAP_SYS_RESOURCE, a program could exempt itself from ending for want of memory.
     argv += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
@@ -113,7 +114,8 @@ def handles(info: int, seccomp: int | None = None) -> list[str]:
     return ["--info-fd", str(info), *filtered, "--"]
 
 
-def _system(read_only: Sequence[str]) -> list[str]:
+def system(read_only: Sequence[str]) -> list[str]:
+    """bubblewrap's arguments for this machine's programs, read-only, and such directories."""
     argv = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib64", "/lib32"):
         path = Path(name)

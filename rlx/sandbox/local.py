@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -125,6 +126,8 @@ class LocalSandbox:
         self._shared, self._release = shared, release
         self._name = name
         self._open = False
+        self._commands: set[asyncio.Task[Execution]] = set()  # that run
+        self._closing: asyncio.Task[None] | None = None
 
     def make(self) -> None:
         """Raises: SandboxError."""
@@ -149,6 +152,14 @@ class LocalSandbox:
     ) -> Execution:
         self._check_open()
         check_command(command, env or {})
+        running = asyncio.create_task(self._run(command, stdin, timeout_s, env))
+        self._commands.add(running)
+        running.add_done_callback(self._commands.discard)
+        return await running
+
+    async def _run(
+        self, command: Sequence[str], stdin: bytes, timeout_s: float | None, env: Mapping[str, str] | None
+    ) -> Execution:
         isolated = self._shared.kind == "bubblewrap"
         own = {**isolation.ENVIRONMENT, "HOME": self.workspace, "TMPDIR": "/tmp", **(env or {})}
         with self._handles() as handles:
@@ -191,7 +202,18 @@ class LocalSandbox:
     async def close(self) -> None:
         if self._open:
             self._open = False
-            await asyncio.to_thread(self._remove)
+            self._closing = asyncio.create_task(self._close())
+        if self._closing is not None:
+            await asyncio.shield(self._closing)  # goes on where whoever waits for it is cancelled
+
+    async def _close(self) -> None:
+        """Commands end first: what they clear up themselves must still be there."""
+        for command in self._commands:
+            if not command.cancelling():
+                command.cancel()
+        if self._commands:
+            await asyncio.wait(self._commands)
+        await asyncio.to_thread(self._remove)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -203,15 +225,21 @@ class LocalSandbox:
         files.unpack(self.workspace, snapshot, self.user)
 
     def _remove(self) -> None:
-        """Also gives its number back: whoever waits for this may be cancelled, and it goes on."""
-        try:
-            if self.group is not None:
-                self.group.kill()
-                self.group.remove()
+        """Also gives its number back, unless something of it is left: another's programs would be of the same user.
+
+        Raises: SandboxError.
+        """
+        with contextlib.ExitStack() as steps:
             if self.workspace:
-                self._shared.root.remove(self.workspace)
-        finally:
-            self._release()
+                steps.callback(self._shared.root.remove, self.workspace)
+            if self.group is not None:
+                steps.callback(self.group.remove)
+                steps.callback(self.group.kill)
+            try:
+                steps.close()
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise SandboxError(f"a sandbox could not be removed: {error}") from error
+        self._release()
 
     @contextlib.contextmanager
     def _handles(self) -> Iterator[_Handles]:

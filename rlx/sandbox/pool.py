@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox.base import Execution, Provider, Sandbox
@@ -41,19 +43,31 @@ class Sandboxes:
 
     async def __aexit__(self, *exception: object) -> None:
         try:
-            for sandbox in list(self._open):
-                await sandbox.close()
+            closed = await asyncio.gather(*(sandbox.close() for sandbox in self._open), return_exceptions=True)
         finally:
             await self._provider.close()
+        for error in closed:
+            if error is not None:
+                raise error
 
-    async def open(self, limits: SandboxLimits | None = None, files: Mapping[str, bytes] | None = None) -> Sandbox:
-        """A new sandbox, with `files` in its workspace. limits: others than the configured ones.
+    async def open(
+        self,
+        limits: SandboxLimits | None = None,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        at_once: bool = False,
+    ) -> Sandbox:
+        """A new sandbox.
 
-        Raises: SandboxError, PathError.
+        Args:
+          limits: others than the configured ones. files: what its workspace has.
+          at_once: its commands wait for no turn. Whoever asks for it bounds how many there are.
+        Raises:
+          SandboxError, PathError.
         """
         await self._places.acquire()
         try:
-            sandbox = _Pooled(self, await self._provider.open(limits or self.config.limits))
+            sandbox = _Pooled(self, await self._provider.open(limits or self.config.limits), at_once=at_once)
         except BaseException:
             self._places.release()
             raise
@@ -87,8 +101,9 @@ class Sandboxes:
 class _Pooled:
     """A sandbox that waits for its turn to run and gives its place back when it is closed."""
 
-    def __init__(self, pool: Sandboxes, inner: Sandbox):
+    def __init__(self, pool: Sandboxes, inner: Sandbox, *, at_once: bool):
         self._pool, self._inner, self._closed = pool, inner, False
+        self._turn: AbstractAsyncContextManager[None] = contextlib.nullcontext() if at_once else pool.turns
         self.write, self.read, self.list = inner.write, inner.read, inner.list
         self.snapshot, self.restore = inner.snapshot, inner.restore
 
@@ -100,7 +115,7 @@ class _Pooled:
         timeout_s: float | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Execution:
-        async with self._pool.turns:
+        async with self._turn:
             return await self._inner.run(command, stdin=stdin, timeout_s=timeout_s, env=env)
 
     async def close(self) -> None:

@@ -12,14 +12,23 @@ from pathlib import Path
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+_adopters: list[int] = []  # an entry for each provider that needs it: the flag is one of the whole process
+
+
 def adopt_orphans(yes: bool) -> None:
     """Whether this process becomes the parent of processes whose parents end, where that is the system's first now.
+
+    It is so until each caller with True has called with False.
 
     bubblewrap ends without waiting for the first process of its PID namespace. That one stays a zombie, which counts
     against its control group's processes, until its new parent waits for it: the first process of a container may
     never do so, and this one does (`bury`).
     """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+    if yes:
+        _adopters.append(os.getpid())
+    elif _adopters:
+        _adopters.pop()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(bool(_adopters)), 0, 0, 0)
 
 
 def first_process(info: int) -> int | None:

@@ -11,18 +11,19 @@ import ctypes
 import fcntl
 import os
 import signal
+import stat
 import tempfile
 from pathlib import Path
 
 from rlx.config.sandbox import SandboxLimits
-from rlx.sandbox import files
+from rlx.sandbox import cgroups, files
 from rlx.sandbox.base import SandboxError
 from rlx.sandbox.cgroups import Hierarchies
 
 PREFIX = "rlx-sandboxes-"
 _LOCK = "lock"
 _NOSUID, _NODEV = 2, 4  # mount flags
-_DETACH = 2
+_DETACH, _NO_LINK = 2, 8  # flags of unmounting
 
 
 class Root:
@@ -39,6 +40,7 @@ class Root:
         self._lock = os.open(self.path / "locking", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(self.path / "locking", self.path / _LOCK)  # never there unlocked: another process would clear it
+        self._groups = groups
         self.in_memory = self._can_mount()
 
     def make(self, name: str, owner: int | None, limits: SandboxLimits) -> str:
@@ -65,8 +67,11 @@ class Root:
             files.remove(workspace)
 
     def close(self) -> None:
-        _clear(self.path)
-        os.close(self._lock)
+        try:
+            _remove_groups(self.path.name, self._groups)  # of sandboxes that could not remove them
+        finally:
+            _clear(self.path)
+            os.close(self._lock)
 
     def _can_mount(self) -> bool:
         probe = str(self.path / "probe")
@@ -93,8 +98,10 @@ def _check_passable(directory: Path) -> None:
 def _sweep(directory: str, groups: Hierarchies) -> None:
     """Remove what processes left that could not remove it themselves, killed or out of power."""
     for lock in Path(directory).glob(f"{PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # of another user, or removed meanwhile
-            file = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if not _is_ours(lock.parent):
+                continue
+            file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_groups(lock.parent.name, groups)
@@ -103,13 +110,19 @@ def _sweep(directory: str, groups: Hierarchies) -> None:
                 os.close(file)
 
 
+def _is_ours(directory: Path) -> bool:
+    """Nobody else can have put anything into it: another user's would lead this process to what is not its own."""
+    status = directory.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
 def _remove_groups(name: str, groups: Hierarchies) -> None:
     for parent in set(groups.directories.values()):
         for group in parent.glob(f"{name}-*"):
             for pid in (group / "cgroup.procs").read_text().split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            group.rmdir()
+            cgroups.remove(group)
 
 
 def _clear(root: Path) -> None:
@@ -127,4 +140,4 @@ def _mount(path: str, options: str) -> None:
 
 def _unmount(path: str) -> None:
     """Nothing where nothing is mounted."""
-    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), _DETACH)
+    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), _DETACH | _NO_LINK)

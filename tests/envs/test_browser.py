@@ -1,7 +1,9 @@
 """The browser of web projects: what is missing is said at the start; one that died is started again."""
 
 import asyncio
+from pathlib import Path
 
+import psutil
 import pytest
 
 from rlx.envs.web import browser
@@ -53,3 +55,22 @@ def test_a_browser_that_died_is_started_again():
         return seen
 
     assert asyncio.run(main()) == ["Hello", "Hello"]
+
+
+@pytest.mark.slow
+def test_pages_run_without_capabilities_and_see_no_file_of_this_machine(tmp_path):
+    browser_tests.require()
+    planted = tmp_path / "secret"
+    planted.write_text("secret")
+
+    async def main():
+        async with Chromium(isolated=True) as chromium, chromium.page(lambda route: route.fulfill(body="")) as page:
+            await page.goto("http://site.test/")
+            inside = [p.pid for p in psutil.Process().children(recursive=True) if "--type=renderer" in p.cmdline()]
+            return [
+                (Path(f"/proc/{pid}/status").read_text(), Path(f"/proc/{pid}/root{planted}").exists()) for pid in inside
+            ]
+
+    found = asyncio.run(main())
+    assert found
+    assert all("CapEff:\t0000000000000000" in status and not there for status, there in found)

@@ -1,10 +1,15 @@
-"""Headless Chromium for pages that a policy wrote: no network, no files of this machine, a clean profile a page."""
+"""Headless Chromium for pages that a policy wrote: no network, a clean profile a page.
+
+Isolated, it lives in a private file system as the sandboxes do: this machine's programs, read-only, and no capability,
+so that a page that broke out of its renderer would find no more than a program in a sandbox does.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib.util
+import shlex
 import shutil
 import stat
 import tempfile
@@ -12,20 +17,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlx.sandbox import isolation
+
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page, Route, ViewportSize
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ORIGIN = "http://site.test"  # a name that no network knows
 PAGES = 4  # open at once
-# The browser in a network of its own and a file system that it cannot write: pages run code that a policy wrote.
-WRAPPER = """#!/bin/sh
-exec {bwrap} --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --tmpfs {home} --setenv HOME {home} \\
-  --unshare-net --unshare-ipc --unshare-pid --die-with-parent {browser} "$@"
-"""
 HOME = "/tmp/home"
+READ = ("/var/cache/fontconfig", "/opt")  # beside what sandboxes have: fonts known already, browsers of other makers
 SIZE: ViewportSize = {"width": 1024, "height": 768}
-ACTION_MS = 10_000.0  # of an action on an element that is there
+ACTION_MS = 20_000.0  # of an action on an element that is there, of a page to come
 
 
 class BrowserMissing(RuntimeError):
@@ -131,12 +134,18 @@ async def _close(browser: Any) -> None:
 
 
 def _wrapped(browser: str, directory: Path) -> str:
-    """A program that runs the browser inside bubblewrap."""
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
+    """A program that runs the browser inside bubblewrap; what it has of /etc is put into `directory`."""
+    if shutil.which("bwrap") is None:
         raise BrowserMissing("bubblewrap is not installed, and the browser is to run in it: make system-deps")
+    etc = directory / "etc"
+    isolation.write_etc(etc)
+    argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--new-session"]
+    argv += ["--die-with-parent", "--uid", str(isolation.USER), "--gid", str(isolation.USER)]
+    argv += isolation.system([place for place in READ if Path(place).is_dir()])
+    argv += ["--ro-bind", str(etc), "/etc", "--proc", "/proc", "--dev", "/dev"]
+    argv += ["--tmpfs", "/tmp", "--dir", HOME, "--setenv", "HOME", HOME, browser]
     file = directory / "browser"
-    file.write_text(WRAPPER.format(bwrap=bwrap, browser=browser, home=HOME), encoding="utf-8")
+    file.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n', encoding="utf-8")
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return str(file)
 

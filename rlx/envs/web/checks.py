@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlx.envs.web.browser import ORIGIN, BrowserBroken, Chromium, forget
+from rlx.sandbox.base import SandboxError
 
 if TYPE_CHECKING:
     from playwright.async_api import Locator, Page, Route
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # seconds: on a busy machine the page is as slow as they are, and a verdict must not depend on that.
 LOOKS = 12
 LOOK_S = 0.06
-CHECK_S = 30.0  # a whole check
+CHECK_S = 60.0  # a whole check, what it waits for on a busy machine included
 REDIRECTIONS = 5
 LOST = 2  # pages that hung or crashed, after which the rest of the checks fail unseen: they would, one by one
 
@@ -119,8 +120,8 @@ Open = Callable[[], AbstractAsyncContextManager[Site]]
 async def run_checks(browser: Chromium, open_site: Open, checks: Sequence[Check]) -> list[Checked]:
     """Each check on a site of its own and a page that remembers nothing: what one does is nothing to the others.
 
-    Whatever a page does wrong is a check that failed. Raises BrowserBroken where the browser is at fault, and what
-    `open_site` raises.
+    Whatever a page does wrong is a check that failed. Raises BrowserBroken where the browser is at fault, SandboxError
+    where the site's sandbox is, and what `open_site` raises.
     """
     done: list[Checked] = []
     for _ in range(LOST):
@@ -155,6 +156,8 @@ async def _run(browser: Chromium, page: Page, site: Tracked, check: Check) -> tu
             await forget(page)
     except (TimeoutError, Error):
         usable = False
+    if site.fault is not None:
+        raise site.fault
     if not browser.working():
         raise BrowserBroken(f"the browser ended in check {check.name!r}: {problem}")
     return Checked(check.name, not problem, problem), usable
@@ -182,11 +185,12 @@ class Missing(Exception):
 
 
 class Tracked:
-    """The site of the check that is run, and how many requests it has not answered."""
+    """The site of the check that is run, how many requests it has not answered, and why it cannot answer any more."""
 
     def __init__(self) -> None:
         self.site: Site | None = None
         self.pending = 0
+        self.fault: SandboxError | None = None
 
     async def respond(self, asked: Asked) -> Answer:
         assert self.site is not None
@@ -215,7 +219,12 @@ async def _serve(site: Tracked, route: Route) -> None:
         await route.abort()
         return
     path, body = request.url.removeprefix(ORIGIN), request.post_data_buffer or b""
-    answer = await _followed(site, Asked(request.method, path, request.headers, body))
+    try:
+        answer = await _followed(site, Asked(request.method, path, request.headers, body))
+    except SandboxError as fault:  # nobody awaits this function: the check raises it
+        site.fault = fault
+        await route.abort()
+        return
     try:
         await route.fulfill(status=answer.status, headers=dict(answer.headers), body=answer.body)
     except Error:  # headers that are none, or a page that has gone

@@ -21,14 +21,15 @@ from rlx.envs.python_tool import report
 from rlx.envs.web.browser import BrowserBroken, Chromium
 from rlx.envs.web.checks import Check, Checked, run_checks
 from rlx.envs.web.site import SERVER, site_of
-from rlx.sandbox.base import PathError, Sandbox, SandboxError
+from rlx.sandbox.base import Execution, Sandbox, SandboxError, WorkspaceError
 from rlx.sandbox.pool import Sandboxes
 from rlx.types import Task
 
 PROJECTS = Path(__file__).parent / "projects"
 GRADER = "web_project"
 SHOWN_FAILURES = 3
-FAULTS = (SandboxError, BrowserBroken)  # not of the workspace
+FAULTS = (SandboxError, BrowserBroken)  # not of the workspace, where they are no WorkspaceError
+TOLD = (WorkspaceError, FileNotFoundError, ValueError)  # what a call got wrong: a place, a full workspace, a NUL
 
 INTRODUCTION = """You are building a small web site in a workspace, in {steps}: plain HTML, CSS and JavaScript,
 {server}. Keep the element ids that the instructions name. Files: {files}.
@@ -122,6 +123,7 @@ class Workshop:
     projects: Mapping[str, Project]
     sandboxes: Sandboxes
     browser: Chromium
+    call_seconds: float  # that a command may take
 
 
 class WebProject:
@@ -160,10 +162,10 @@ class WebProject:
         if isinstance(action, ToolCall):
             try:
                 if action.tool == "run":
-                    execution = await self.sandbox.run(["sh", "-c", action.arguments["command"]])
+                    execution = await self._run(action.arguments["command"])
                     return Step(report(execution), seconds=execution.seconds)
                 return Step(await self._use(action.tool, **action.arguments))
-            except (PathError, FileNotFoundError) as error:
+            except TOLD as error:
                 return Step(f"error: {error}")
         self.step_number += 1
         if self.step_number >= self._task.metadata["end"]:
@@ -176,6 +178,9 @@ class WebProject:
         start = time.perf_counter()
         try:
             done = await self._check_again_after_a_failure()
+        except WorkspaceError as error:  # which is the session's doing
+            detail = f"the workspace cannot be judged: {error}"
+            return Grade(0.0, "", detail, time.perf_counter() - start, Outcome.GRADED)
         except FAULTS as error:
             detail = f"{type(error).__name__}: {error}"
             return Grade(0.0, "", detail, time.perf_counter() - start, Outcome.ERROR)
@@ -187,6 +192,8 @@ class WebProject:
     async def _check_again_after_a_failure(self) -> list[Checked]:
         try:
             return await check_steps(self._shop, await self._end(), self._steps())
+        except WorkspaceError:
+            raise
         except FAULTS:
             return await check_steps(self._shop, await self._end(), self._steps())
 
@@ -204,14 +211,17 @@ class WebProject:
     def _steps(self) -> tuple[ProjectStep, ...]:
         return self._project.steps[self._task.metadata["first"] : self._task.metadata["end"]]
 
+    async def _run(self, command: str) -> Execution:
+        return await self.sandbox.run(["sh", "-c", command], timeout_s=self._shop.call_seconds)
+
     async def _use(self, tool: str, **arguments: str) -> str:
         match tool, arguments:
             case "list_files", {}:
-                return "\n".join(await self.sandbox.list())
+                return _readable("\n".join(await self.sandbox.list()))
             case "read_file", {"path": path}:
                 return (await self.sandbox.read(path)).decode(errors="replace")
             case "write_file", {"path": path, "content": content}:
-                await self.sandbox.write(path, content.encode())
+                await self.sandbox.write(path, content.encode(errors="replace"))
                 return f"wrote {path}"
             case "replace", {"path": path, "old": old, "new": new}:
                 return await self._replace(path, old, new)
@@ -222,7 +232,7 @@ class WebProject:
         count = text.count(old) if old else 0
         if count != 1:
             return f"error: the text occurs {count} times in {path}; it must occur once"
-        await self.sandbox.write(path, text.replace(old, new).encode())
+        await self.sandbox.write(path, text.replace(old, new).encode(errors="replace"))
         return f"replaced in {path}"
 
 
@@ -231,6 +241,11 @@ async def check_steps(shop: Workshop, snapshot: bytes, steps: Sequence[ProjectSt
     checks = [check for step in steps for check in step.checks]
     async with shop.browser.turns:
         return await run_checks(shop.browser, partial(site_of, snapshot, shop.sandboxes), checks)
+
+
+def _readable(text: str) -> str:
+    """Without the halves of surrogate pairs that names of files have which are no UTF-8."""
+    return text.encode(errors="replace").decode()
 
 
 def _failures(done: list[Checked]) -> str:

@@ -1,9 +1,10 @@
 """What runs inside a sandbox beside a site's server: it takes requests from files. It knows nothing of rlx.
 
-`python3 -c RELAY port folder seconds [any]`: starts `server.py`, which has so many seconds to listen; "any": on any
-free port, where the sandbox has no network of its own. In `folder`, for request number n:
+`python3 -c RELAY port folder seconds [any]`: says BEGUN and starts `server.py`, which has so many seconds to listen;
+"any": on any free port, where the sandbox has no network of its own. In `folder`, for request number n:
 
-ask-n    {"method", "path", "headers", "body": base64} and, with "restart", the server is started again before
+up       an empty file: the server listens, or will not
+ask-n    {"method", "path", "headers", "body": base64}
 go-n     an empty file: ask-n is there as a whole
 said-n   {"status": 0 for no answer, "headers", "body": base64}
 stop     an empty file: it is over
@@ -20,7 +21,8 @@ import subprocess
 import sys
 import time
 
-ANSWER_S = 5
+ANSWER_S = 10.0  # for the server, at each step of an answer
+BEGUN = "begun"
 
 
 def free_port():
@@ -31,8 +33,8 @@ def free_port():
 
 def start(port, start_s):
     server = subprocess.Popen([sys.executable, "server.py"], env=dict(os.environ, PORT=str(port)), stdout=2)
-    end = time.time() + start_s
-    while time.time() < end and server.poll() is None:
+    end = time.monotonic() + start_s
+    while time.monotonic() < end and server.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
             break
@@ -55,7 +57,9 @@ def answer(port, asked):
 
 
 def main(port, folder, start_s):
+    print(BEGUN, flush=True)
     server = start(port, start_s)
+    open(folder + "/up", "w").close()
     number = 0
     while not os.path.exists(folder + "/stop"):
         if not os.path.exists(f"{folder}/go-{number}"):
@@ -63,10 +67,6 @@ def main(port, folder, start_s):
             continue
         with open(f"{folder}/ask-{number}") as file:
             asked = json.load(file)
-        if asked.get("restart"):
-            server.kill()
-            server.wait()
-            server = start(port, start_s)
         with open(folder + "/part", "w") as file:
             json.dump(answer(port, asked), file)
         os.rename(folder + "/part", f"{folder}/said-{number}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
+import dataclasses
 import io
 import itertools
 import json
@@ -22,19 +22,19 @@ from typing import Any
 
 from rlx.envs.web import relay
 from rlx.envs.web.checks import Answer, Asked
-from rlx.sandbox.base import Execution, PathError, Sandbox, SandboxError
+from rlx.sandbox.base import Execution, Limit, PathError, Sandbox, SandboxError, WorkspaceError
 from rlx.sandbox.pool import Sandboxes
 
 SERVER = "server.py"  # a workspace that has it is served by it: `python3 server.py`, on 127.0.0.1:$PORT
 PORT = 8000
-START_S = 5.0  # for the server to listen
-ANSWER_S = 5.0  # for one answer
-SESSION_S = 30.0  # of one check
-POLL_S = 0.01
+START_S = 20.0  # for the server to listen: many times what one needs, since the machine may be busy
+ANSWER_S = relay.ANSWER_S + 10.0  # for one answer to be there
+SESSION_S = 120.0  # of the server, between two restarts
+STOP_S = 5.0  # for the relay to see that it is over
+POLL_S, POLL_SERVICE_S = 0.01, 0.25  # between two looks at the relay's files: of this machine, of a service
 RELAY = Path(relay.__file__).read_text(encoding="utf-8")
 FORWARDED = ("content-type", "accept", "cookie")  # headers of a request
 DROPPED = ("content-length", "transfer-encoding", "connection", "date", "server")  # of an answer
-FULL = (errno.ENOSPC, errno.EDQUOT)
 GONE = Answer(502, {"Content-Type": "text/plain"}, b"the server does not answer")
 
 
@@ -59,10 +59,23 @@ class Files:
 class Served:
     """The server of a workspace. A server that does not start or answer gives status 502."""
 
-    def __init__(self, sandbox: Sandbox, folder: str, running: asyncio.Task[Execution]):
-        self._sandbox, self._folder, self._running = sandbox, folder, running
-        self._numbers = itertools.count()
+    def __init__(self, sandbox: Sandbox, kind: str):
+        self._sandbox = sandbox
+        self._free_port = ["any"] if kind == "subprocess" else []
+        self._poll_s = POLL_SERVICE_S if kind == "daytona" else POLL_S
+        self._folder, self._numbers = "", itertools.count()
+        self._running: asyncio.Task[Execution] | None = None  # None: the workspace has no room for the relay's files
         self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Returns when the server listens, or will not. Raises SandboxError where the sandbox is at fault."""
+        # A name that a session could not prepare for, and the server before a restart neither.
+        self._folder, self._numbers = f".relay-{secrets.token_hex(8)}", itertools.count()
+        self._running = None
+        if await self._put("begun", b""):
+            command = ["python3", "-I", "-c", RELAY, str(PORT), self._folder, str(START_S), *self._free_port]
+            self._running = asyncio.create_task(self._sandbox.run(command, timeout_s=SESSION_S))
+            await self._listens(self._running)
 
     async def respond(self, asked: Asked) -> Answer:
         forwarded = {name: text for name, text in asked.headers.items() if name.lower() in FORWARDED}
@@ -70,46 +83,65 @@ class Served:
         return await self._ask({"method": asked.method, "path": asked.path, "headers": forwarded, "body": body})
 
     async def restart(self) -> None:
-        """The server ends, without a warning, and starts again with the files that it has left."""
-        await self._ask({"restart": True, "method": "GET", "path": "/", "headers": {}, "body": ""})
+        """The server ends, without a warning and with all it has started, and starts again with the files it left."""
+        async with self._turn:
+            await self.stop()
+            await self.start()
+
+    async def stop(self) -> None:
+        """Raises what the sandbox raised while the server ran."""
+        if (running := self._running) is None:
+            return
+        if not running.done() and await self._put("stop", b""):
+            await asyncio.wait((running,), timeout=STOP_S)
+        running.cancel()
+        await asyncio.wait((running,))
+        if not running.cancelled():
+            running.result()
+
+    async def _listens(self, running: asyncio.Task[Execution]) -> None:
+        while not running.done():
+            with contextlib.suppress(FileNotFoundError):
+                await self._read("up")
+                return
+            await asyncio.sleep(self._poll_s)
+        execution = running.result()
+        # Said before any of the server's code ran: whatever ended it afterwards, the server may have done it.
+        if execution.stopped_by == Limit.WALL and not execution.stdout.startswith(relay.BEGUN.encode()):
+            raise SandboxError(f"a sandbox began nothing in {SESSION_S:g} s")
 
     async def _ask(self, plain: Mapping[str, Any]) -> Answer:
         async with self._turn:
             number = next(self._numbers)
-            asked = await self._put(f"ask-{number}", json.dumps(plain).encode())
+            asked = self._running is not None and await self._put(f"ask-{number}", json.dumps(plain).encode())
             # The second file says that the first one is there as a whole.
             went = asked and await self._put(f"go-{number}", b"")
-            return await self._wait(f"{self._folder}/said-{number}") if went else GONE
+            return await self._wait(f"said-{number}") if went else GONE
 
     async def _put(self, name: str, data: bytes) -> bool:
         """Whether the server has left room for a file. Raises SandboxError where the sandbox is at fault."""
         try:
             await self._sandbox.write(f"{self._folder}/{name}", data)
-        except PathError:
+        except (PathError, WorkspaceError):
             return False
-        except SandboxError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
-                return False
-            raise
         return True
 
-    async def _wait(self, path: str) -> Answer:
-        end = asyncio.get_running_loop().time() + START_S + ANSWER_S
+    async def _read(self, name: str) -> bytes:
+        """b"" where the server has put something else in its place. Raises FileNotFoundError, SandboxError."""
+        try:
+            return await self._sandbox.read(f"{self._folder}/{name}")
+        except (PathError, WorkspaceError):
+            return b""
+
+    async def _wait(self, name: str) -> Answer:
+        assert self._running is not None
+        end = asyncio.get_running_loop().time() + ANSWER_S
         while asyncio.get_running_loop().time() < end and not self._running.done():
             try:
-                return _answer(await self._sandbox.read(path))
+                return _answer(await self._read(name))
             except FileNotFoundError:
-                await asyncio.sleep(POLL_S)
-            except PathError:  # the server has put something else in its place
-                return GONE
+                await asyncio.sleep(self._poll_s)
         return GONE
-
-    async def stop(self) -> None:
-        if not await self._put("stop", b""):
-            self._running.cancel()
-        await asyncio.wait((self._running,))
-        if not self._running.cancelled():
-            self._running.result()
 
 
 def _answer(said: bytes) -> Answer:
@@ -124,7 +156,7 @@ def _answer(said: bytes) -> Answer:
 
 @contextlib.asynccontextmanager
 async def site_of(snapshot: bytes, sandboxes: Sandboxes) -> AsyncIterator[Files | Served]:
-    """The site in a snapshot of a workspace; a server gets a fresh sandbox of its own.
+    """The site in a snapshot of a workspace; a server gets a fresh sandbox of its own, and has started.
 
     Raises SandboxError where the sandbox fails.
     """
@@ -132,15 +164,15 @@ async def site_of(snapshot: bytes, sandboxes: Sandboxes) -> AsyncIterator[Files 
     if SERVER not in files:
         yield Files(files)
         return
-    sandbox = await sandboxes.open()
+    limits = sandboxes.config.limits
+    limits = dataclasses.replace(limits, wall_s=max(limits.wall_s, SESSION_S))
+    # A check waits for what its server says: the server must not wait for the commands of sessions.
+    sandbox = await sandboxes.open(limits, at_once=True)
     try:
         await sandbox.restore(snapshot)
-        folder = f".relay-{secrets.token_hex(8)}"  # a name that a session could not prepare for
-        await sandbox.write(f"{folder}/begun", b"")
-        free_port = ["any"] if sandboxes.config.kind == "subprocess" else []
-        command = ["python3", "-I", "-c", RELAY, str(PORT), folder, str(START_S), *free_port]
-        served = Served(sandbox, folder, asyncio.create_task(sandbox.run(command, timeout_s=SESSION_S)))
+        served = Served(sandbox, sandboxes.config.kind)
         try:
+            await served.start()
             yield served
         finally:
             await served.stop()

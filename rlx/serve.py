@@ -48,8 +48,13 @@ class Written:
 
     async def answer(self, request: ChatRequest) -> Reply:
         reply = await self.recorder.answer(request)
-        await asyncio.to_thread(write_bytes, self._file, json.dumps(self.recorder.to_dict()).encode())
+        await asyncio.to_thread(
+            self._write
+        )  # one request of a session is answered at a time: nothing changes meanwhile
         return reply
+
+    def _write(self) -> None:
+        write_bytes(self._file, json.dumps(self.recorder.to_dict()).encode())
 
 
 class Sessions:

@@ -25,8 +25,8 @@ class Format(Protocol):
         """int32 [P]: a whole conversation up to where the assistant writes."""
         ...
 
-    def follow(self, messages: Sequence[Message], ended: bool) -> np.ndarray:
-        """int32 [M]: what comes after the assistant's turn up to where it writes again. ended: as below."""
+    def follow(self, messages: Sequence[Message], response: np.ndarray) -> np.ndarray:
+        """int32 [M]: what comes after the response, int32 [W], up to where the assistant writes again."""
         ...
 
     def read(self, response: np.ndarray, tools: Tools, turn: int) -> Message:
@@ -56,7 +56,7 @@ class Conversation:
         self._form = form
         self._messages: list[Message] = []
         self._tools: list[Mapping[str, Any]] = []
-        self._ended = True  # the policy wrote the end of its last turn
+        self._response = np.zeros(0, np.int32)  # the policy's last one
         self._turns = 0
 
     def told(self, request: ChatRequest) -> Observation:
@@ -69,13 +69,13 @@ class Conversation:
         rewritten = self._rewritten(request)
         if not self._messages or rewritten is not None:
             return Observation(self._form.begin(request.messages, request.tools), rewritten)
-        return Observation(self._form.follow(request.messages[len(self._messages) :], self._ended), None)
+        return Observation(self._form.follow(request.messages[len(self._messages) :], self._response), None)
 
     def said(self, request: ChatRequest, response: np.ndarray) -> Message:
         """The policy's response to it, int32 [W], as the client gets it."""
         message = self._form.read(response, request.tools, self._turns)
         self._messages, self._tools = [*request.messages, message], list(request.tools)
-        self._ended = self._form.ended(response)
+        self._response = response
         self._turns += 1
         return message
 

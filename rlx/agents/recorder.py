@@ -31,6 +31,8 @@ class Limits:
 @dataclasses.dataclass(eq=False)
 class Segment:
     transcript: Transcript
+    temperatures: list[float]  # of the responses
+    max_tokens: list[int]  # that each of them might have
     rewritten: int | None  # index of the message that its client told otherwise than before; None: the session's first
     messages: tuple[Message, ...] = ()
 
@@ -48,7 +50,7 @@ class Recorder:
     async def answer(self, request: ChatRequest) -> Reply:
         told = self._conversation.told(request)
         goes_on = self.segments and told.rewritten is None
-        segment = self.segments[-1] if goes_on else Segment(Transcript(), told.rewritten)
+        segment = self.segments[-1] if goes_on else Segment(Transcript(), [], [], told.rewritten)
         asked = self._request(request, join([segment.transcript.tokens(), told.tokens], np.int32))
         [completion] = await self._engine.generate(asked)
         check_completion(asked, completion)
@@ -56,6 +58,8 @@ class Recorder:
             self.segments.append(segment)
         segment.transcript.observe(told.tokens)
         segment.transcript.write(completion)
+        segment.temperatures.append(asked.temperature)
+        segment.max_tokens.append(asked.max_new_tokens)
         message = self._conversation.said(request, completion.tokens)
         segment.messages = (*request.messages, message)
         return Reply(message, completion.stop_reason, len(asked.prompt), len(completion.tokens))
@@ -102,4 +106,6 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "logprobs": join(logprobs, np.float32).tolist(),
         "version_spans": [list(dataclasses.astuple(span)) for span in transcript.version_spans()],
         "stop_reasons": [turn.parts[-1].stop_reason.value for turn in transcript.turns],
+        "temperatures": list(segment.temperatures),
+        "max_tokens": list(segment.max_tokens),
     }

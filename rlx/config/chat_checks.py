@@ -45,8 +45,9 @@ def _sessions(config: Config) -> list[str]:
         why = f"{where}: the turns of one session may be longer together; set 0, or at least {longest}"
         problems.append(_said("learner.row_targets", targets, why))
     problems += _sandboxes(config, where)
-    if config.tools.call_seconds > (most := config.sandbox.limits.wall_s):
-        why = f"config.sandbox.limits.wall_s = {most} ends a call before; set at most that"
+    wall_s = config.sandbox.limits.wall_s
+    if config.tools.call_seconds > wall_s:
+        why = f"config.sandbox.limits.wall_s = {wall_s} ends a call before; set at most that"
         problems.append(_said("tools.call_seconds", config.tools.call_seconds, why))
     needed = config.tools.call_seconds + 5.0
     if producer.environment_timeout_s < needed:

@@ -116,6 +116,20 @@ class ChatTokenizer:
         """Names of the tokens that are no text, such as <|im_end|>."""
         return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
+    def as_text(self, text: str) -> str:
+        """A text that is told and can end no turn: names of special tokens in it are written apart."""
+        for name in self.special_tokens:
+            text = text.replace(name, f"{name[0]} {name[1:]}")
+        return text
+
+    def after(
+        self, response: Int32[np.ndarray, "written"], ids: Int32[np.ndarray, "next"]
+    ) -> Int32[np.ndarray, "appended"]:
+        """What is appended to a response: its end of turn where it lacks it, then `ids`."""
+        if len(response) and response[-1] == self.end_of_turn_id:
+            return ids
+        return np.concatenate([np.array([self.end_of_turn_id], np.int32), ids])
+
     @property
     def thinks(self) -> bool:
         """Whether a response may begin with thoughts."""

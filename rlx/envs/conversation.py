@@ -45,17 +45,8 @@ class Conversation:
 
         Names of special tokens in an observation stay text: a tool's output cannot end a turn.
         """
-        said = write_observations(self.form, [self._as_text(text) for text in observations])
-        ids = self.chat.encode(f"{self.before}{said}{self.after}")
-        if len(response) and response[-1] == self.chat.end_of_turn_id:
-            return ids
-        return np.concatenate([np.array([self.chat.end_of_turn_id], np.int32), ids])
-
-    def _as_text(self, text: str) -> str:
-        for name in self.chat.special_tokens:
-            if name in text:
-                text = text.replace(name, f"{name[0]} {name[1:]}")
-        return text
+        said = write_observations(self.form, [self.chat.as_text(text) for text in observations])
+        return self.chat.after(response, self.chat.encode(f"{self.before}{said}{self.after}"))
 
 
 def render_opening(chat: ChatTokenizer, form: ToolFormatName, tools: Sequence[Tool], question: str) -> str:

@@ -44,7 +44,9 @@ def parse_calls(
     """The calls of a response, in their order; none: it is said to whoever asked. thinking: as above."""
     said = without_thoughts(text, thinking=thinking)
     if form == "hermes":
-        return [_hermes(match, tools) for match in _HERMES.finditer(said)]
+        named = {tool.name: tool for tool in tools}
+        read = [call for _, call in read_hermes(said, list(named))]
+        return [c if isinstance(c, Malformed) else _checked(named[c["name"]], c.get("arguments", {})) for c in read]
     known = {tool.name: tool for tool in tools}
     return [_fenced(match, known[match[1]]) for match in _FENCED.finditer(said) if match[1] in known]
 
@@ -77,10 +79,15 @@ def write_observations(form: ToolFormatName, texts: Sequence[str]) -> str:
 def describe_tools(form: ToolFormatName, tools: Sequence[Tool]) -> str:
     """For a system message, where the chat template does not describe tools itself."""
     if form == "hermes":
-        schemas = "\n".join(json.dumps(tool.schema(), ensure_ascii=False) for tool in tools)
-        example = '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
-        return f"Tools:\n<tools>\n{schemas}\n</tools>\nTo call one, write\n{example}"
+        return describe_schemas([tool.schema() for tool in tools])
     return "\n".join(f"{tool.description}: write\n{_usage(tool)}" for tool in tools)
+
+
+def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
+    """The same of tools as chat templates take them, in the Hermes format."""
+    listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    example = '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
+    return f"Tools:\n<tools>\n{listed}\n</tools>\nTo call one, write\n{example}"
 
 
 def _usage(tool: Tool) -> str:
@@ -91,7 +98,12 @@ def _usage(tool: Tool) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def _hermes(match: re.Match[str], tools: Sequence[Tool]) -> ToolCall | Malformed:
+def read_hermes(said: str, names: Sequence[str]) -> list[tuple[str, dict[str, Any] | Malformed]]:
+    """Each call as it stands in a text, and {"name": one of `names`, "arguments": ...} of it, or what is wrong."""
+    return [(match[0], _hermes(match, names)) for match in _HERMES.finditer(said)]
+
+
+def _hermes(match: re.Match[str], names: Sequence[str]) -> dict[str, Any] | Malformed:
     if not match[2]:
         return Malformed("the call has no </tool_call>")
     try:
@@ -100,11 +112,9 @@ def _hermes(match: re.Match[str], tools: Sequence[Tool]) -> ToolCall | Malformed
         return Malformed(f"the call is not JSON: {error}")
     if not isinstance(call, dict) or "name" not in call:
         return Malformed('a call is {"name": ..., "arguments": {...}}')
-    tool = next((t for t in tools if t.name == call["name"]), None)
-    if tool is None:
-        names = ", ".join(t.name for t in tools) or "none"
-        return Malformed(f"there is no tool {call['name']!r}; the tools are: {names}")
-    return _checked(tool, call.get("arguments", {}))
+    if call["name"] not in names:
+        return Malformed(f"there is no tool {call['name']!r}; the tools are: {', '.join(names) or 'none'}")
+    return call
 
 
 def _fenced(match: re.Match[str], tool: Tool) -> ToolCall | Malformed:

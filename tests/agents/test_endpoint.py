@@ -117,6 +117,7 @@ def test_a_rewritten_history_is_a_segment_of_its_own_and_says_so(tokenizer):
         assert segment["mask"] == [i >= prompt for i in range(len(segment["tokens"]))]
         assert len(segment["logprobs"]) == len(segment["tokens"])
         assert segment["version_spans"] == [[3, prompt, len(segment["tokens"])]]
+        assert (segment["temperatures"], segment["max_tokens"]) == ([1.0], [300])
     verdict = asyncio.run(judge(TASK, "two", sessions["one"].segments[0].transcript))
     assert [s.reward for s in sessions["one"].samples(TASK, 0, 0, verdict)] == [1.0, 1.0]
 

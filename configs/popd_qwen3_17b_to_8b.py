@@ -6,6 +6,8 @@ rlx train --config=configs/popd_qwen3_17b_to_8b.py --config.tasks.sources.math.p
 Non-thinking, rewards 0 and 1, 256 prompts x 8 samples, LR 1e-6, T = 1, at most 70 updates, mean@8 on held-out tasks.
 Published: the target alone 17.3 (mean@16 over 8 sets of mathematics), lambda 1.0 27.5, 1.25 34.2, 1.5 37.2, 1.75 35.7,
 2.0 33.6, and 0.5 collapses to 0; the best lambda fitted to these is 1.57.
+
+The trainer takes eight GPUs (`rlx plan`), the eight servers one each.
 """
 
 from ml_collections import ConfigDict
@@ -35,7 +37,8 @@ def get_config() -> ConfigDict:
     c.learner.updates = 70
     c.learner.learning_rate = 1e-6
     c.learner.row_tokens = 8192
-    c.learner.micro_batch_rows = 1
+    c.learner.micro_batch_rows = 4
+    c.cluster.trainer_layout = "TP2 DP4"
     c.objective.loss = "reinforce"
     c.objective.centering = "off"
     c.objective.distill.form = "sampled"

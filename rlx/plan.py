@@ -22,7 +22,7 @@ from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
 from rlx.models.hf_config import read_config
 from rlx.parallel.layout import LayoutError
-from rlx.planning import engine, report
+from rlx.planning import engine, report, scoring
 from rlx.planning.case import Case, case_of
 from rlx.planning.costs import Costs, costs
 from rlx.planning.counts import Counts, count
@@ -68,6 +68,7 @@ def lines(found: Plan) -> list[str]:
     return [
         *report.parameters(found.counts, found.case),
         *report.memory_table(found.memory, found.device, found.case),
+        *scoring.said(found.case),
         *report.fit(found.fits, found.changes, found.memory, found.device),
         *report.cost_table(found.costs, found.device, found.case),
         *report.engines(found.cache, found.case.config),

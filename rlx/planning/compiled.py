@@ -22,6 +22,7 @@ from rlx.models.description import Params, ParamSpec
 from rlx.models.placed import shardings, training
 from rlx.models.spec import param_specs
 from rlx.parallel.mesh import Placement, make_mesh
+from rlx.planning import scoring
 from rlx.planning.case import Case, batch_shapes, trained
 
 
@@ -105,9 +106,10 @@ def micro_batch(case: Case, placement: Placement) -> MicroBatch:
     over_dp = NamedSharding(placement.mesh, PartitionSpec("dp"))
     whole = NamedSharding(placement.mesh, PartitionSpec())
 
-    def one(name: str, dtype: str, *sizes: int) -> jax.ShapeDtypeStruct | None:
+    def one(dtype: str, sizes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=over_dp if sizes else whole)
 
-    shapes = batch_shapes(case)
+    shapes = {name: one(*shape) for name, shape in batch_shapes(case).items()}
+    scored: dict[str, Any] = {name: one(*shape) for name, shape in scoring.arrays(case).items()}
     absent: dict[str, Any] = dict.fromkeys(("head_ids", "head_logprobs", "routes"))
-    return MicroBatch(**(absent | {name: one(name, dtype, *sizes) for name, (dtype, sizes) in shapes.items()}))
+    return MicroBatch(**(absent | shapes), frozen=scored)

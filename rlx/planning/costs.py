@@ -9,10 +9,12 @@ sum it everywhere (arXiv 1909.08053, section 3; arXiv 1910.02054, section 7).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
 from rlx.models.description import (
+    Architecture,
     Attention,
     DeltaNet,
     Experts,
@@ -22,6 +24,7 @@ from rlx.models.description import (
     Mixer,
 )
 from rlx.parallel.layout import AXES, bubble
+from rlx.planning import scoring
 from rlx.planning.case import Case, flat_specs, groups, numbers, piped, repeats_here
 from rlx.planning.hardware import Device
 from rlx.planning.memory import WIDE, Held, stream_bytes
@@ -39,8 +42,8 @@ class Flops(NamedTuple):
 class Costs:
     micro_batches: int  # of an update
     tokens: float  # of an update, padding of rows left out
-    flops: float  # of an update on all devices, what is recomputed included
-    useful_flops: float  # the same without recomputation: what MFU counts
+    flops: float  # of an update on all devices, what is recomputed and what frozen policies compute included
+    useful_flops: float  # of the trained model's forward and backward pass alone: what MFU counts
     sent: dict[str, float]  # bytes that a device sends over each axis in an update, by the mesh's axis and "ep"
     links: dict[str, str]  # "nvlink" or "network", by the same names
     bubble: float  # share of the pipeline's time that a stage waits
@@ -63,7 +66,6 @@ def costs(case: Case, device: Device, stays: Held) -> Costs:
     batches = math.ceil(tokens / (case.rows * case.tokens))
     passes = _passes(case)
     waits = bubble(layout, case.parts)
-    useful = _total(case, 2.0 if config.lora.rank else 3.0) * batches
     sent = {name: size * batches for name, size in _sent(case, passes).items()}
     links = {name: _link(case, name) for name in sent}
     speed = {"nvlink": device.nvlink, "network": device.network}
@@ -72,9 +74,11 @@ def costs(case: Case, device: Device, stays: Held) -> Costs:
     rate = device.flops_of(config.model.dtype) * config.plan.efficiency
     computing = batches * _on_busiest_device(case, passes) / rate
     busy = max(computing, reading)
+    scored = batches * _scored(case)
     seconds = {
         "products" if computing >= reading else "reading weights": busy,
         "bubble": busy * waits / (1 - waits),
+        **({"frozen policies": scored / layout.devices / rate} if scored else {}),
         **{f"exchange over {name}": size / speed[links[name]] for name, size in sent.items() if size},
         # Weights, gradients and two moments are read, three of them written.
         "optimizer": 7 * (stays.optimizer / 2) / device.bandwidth,
@@ -82,8 +86,8 @@ def costs(case: Case, device: Device, stays: Held) -> Costs:
     return Costs(
         micro_batches=batches,
         tokens=tokens,
-        flops=_total(case, passes) * batches,
-        useful_flops=useful,
+        flops=_total(case, passes) * batches + scored,
+        useful_flops=_useful(case) * batches,
         sent=sent,
         links=links,
         bubble=waits,
@@ -97,15 +101,15 @@ def _passes(case: Case) -> float:
     return 1.0 + (1.0 if case.config.lora.rank else 2.0) + (1.0 if case.remat == "layer" else 0.0)
 
 
-def layer_flops(case: Case, layer: Layer) -> tuple[float, float]:
-    """(products with weights, attention) of a token, forward."""
+def layer_flops(arch: Architecture, layer: Layer, tokens: int) -> tuple[float, float]:
+    """(products with weights, attention) of a token of a row of `tokens`, forward."""
     products = 0.0
-    for path, spec in flat_specs(case.arch, layer).items():
+    for path, spec in flat_specs(arch, layer).items():
         if path[:2] == ("mlp", "experts") and isinstance(layer.mlp, Experts):
             products += 2 * math.prod(spec.shape) * layer.mlp.top_k / layer.mlp.count
         elif path[-1] == "kernel":
             products += 2 * math.prod(spec.shape)
-    return products, attention_flops(layer.mixer, case.tokens)
+    return products, attention_flops(layer.mixer, tokens)
 
 
 def attention_flops(mixer: Mixer, tokens: int) -> float:
@@ -123,9 +127,32 @@ def attention_flops(mixer: Mixer, tokens: int) -> float:
 
 
 def flops_of_token(case: Case) -> Flops:
-    each = [layer_flops(case, layer) for layer in case.arch.layers]
-    head = 2.0 * case.arch.hidden_size * case.arch.vocab_size
+    return _flops_of_token(case.arch, case.tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _flops_of_token(arch: Architecture, tokens: int) -> Flops:
+    each = [layer_flops(arch, layer, tokens) for layer in arch.layers]
+    head = 2.0 * arch.hidden_size * arch.vocab_size
     return Flops(sum(a for a, _ in each), sum(b for _, b in each), head)
+
+
+def _useful(case: Case) -> float:
+    """Of a micro-batch on all devices, nothing twice. A backward pass is two forward ones, and one where a product's
+    weight is not trained; attention has two factors in each product and no weights."""
+    one, passes = flops_of_token(case), 2.0 if case.config.lora.rank else 3.0
+    tokens, targets = case.rows * case.tokens, case.rows * case.targets
+    return tokens * (one.products * passes + one.attention * 3.0) + targets * one.head * passes
+
+
+def _scored(case: Case) -> float:
+    """Forward passes of frozen policies over a micro-batch, on all devices. A KL that is subtracted from rewards asks
+    the trained policy too."""
+    archs = [policy.arch for policy in scoring.policies(case)]
+    archs += [case.arch] if case.config.objective.penalises_rewards else []
+    each = [_flops_of_token(arch, case.tokens) for arch in archs]
+    tokens, targets = case.rows * case.tokens, case.rows * case.targets
+    return sum(tokens * (one.products + one.attention) + targets * one.head for one in each)
 
 
 def _total(case: Case, passes: float) -> float:
@@ -139,14 +166,14 @@ def _total(case: Case, passes: float) -> float:
 
 
 def _on_busiest_device(case: Case, passes: float) -> float:
-    """Of a micro-batch: layers outside of the pipeline are computed by every stage, delta rules over cp by every
-    device."""
+    """Of a micro-batch: layers outside of the pipeline are computed by every stage; over cp delta rules find the map of
+    their part of a row beside its outputs."""
     layout, total = case.layout, 0.0
     tokens = case.rows * case.tokens / (layout.dp * layout.cp * layout.tp)
     for group in groups(case):
         for slot in group:
-            products, attention = layer_flops(case, slot.layer)
-            again = layout.cp if isinstance(slot.layer.mixer, DeltaNet | KimiDelta) else 1
+            products, attention = layer_flops(case.arch, slot.layer, case.tokens)
+            again = 2 if layout.cp > 1 and isinstance(slot.layer.mixer, DeltaNet | KimiDelta) else 1
             total += repeats_here(case, group) * (products * passes + attention * again * (passes + 1.5)) * tokens
     head = flops_of_token(case).head * (3.0 if case.config.lora.rank else 4.0)
     return total + head * case.rows * case.targets / layout.devices
@@ -173,7 +200,7 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
     # After each of a layer's two row-parallel products, and of the gradient before each column-parallel one.
     sent["tp"] = 2 * of(layout.tp) * 2 * count * (forwards + 1) * d_stream
     sent["cp"] = of(layout.cp) * sum(
-        repeats_here(case, group) * _keys(case, slot.layer.mixer) * (forwards + 2) * rows * layout.cp
+        repeats_here(case, group) * _shown(case, slot.layer.mixer) * (forwards + 2) * layout.cp
         for group, slot in layers
     )
     if layout.pp > 1:
@@ -190,19 +217,24 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
     return {name: size for name, size in sent.items() if size}
 
 
-def _keys(case: Case, mixer: Mixer) -> float:
-    """Bytes of keys and values of a token on one device."""
+def _shown(case: Case, mixer: Mixer) -> float:
+    """Bytes that a device gives to the others of its cp group in a micro-batch: keys and values of its tokens, or of
+    each of its rows the map from the state before its part to the one after it and the last inputs of a convolution."""
+    rows, tp = case.rows / case.layout.dp, case.layout.tp
+    tokens = rows * case.tokens_here
     match mixer:
         case Attention():
-            return 2 * max(mixer.kv_heads / case.layout.tp, 1) * mixer.head_dim * case.itemsize
+            return tokens * 2 * max(mixer.kv_heads / tp, 1) * mixer.head_dim * case.itemsize
         case LatentAttention():
-            width = mixer.nope_dim + mixer.rope_dim + mixer.value_dim
-            return mixer.heads / case.layout.tp * width * case.itemsize
+            return tokens * mixer.heads / tp * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim) * case.itemsize
         case DeltaNet():
-            channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
+            heads, key, value = mixer.value_heads, mixer.key_dim, mixer.value_dim
+            channels = 2 * mixer.key_heads * key + heads * value
         case KimiDelta():
-            channels = 3 * mixer.heads * mixer.head_dim
-    return channels / case.layout.tp * case.itemsize
+            heads, key, value = mixer.heads, mixer.head_dim, mixer.head_dim
+            channels = 3 * heads * key
+    held = heads * key * (key + value) * WIDE
+    return rows * (held + channels * (mixer.conv_width - 1) * case.itemsize) / tp
 
 
 def _block(case: Case, layer: Layer) -> float:

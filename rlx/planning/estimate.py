@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rlx.models.description import Experts
+from rlx.planning import scoring
 from rlx.planning.case import Case
 from rlx.planning.memory import WIDE, Temporaries, held, temporaries
 
@@ -35,6 +36,7 @@ class Memory(NamedTuple):
     adapter: int
     gradients: int
     optimizer: int
+    frozen: int
     activations: int
     kv_and_state: int
     logits: int
@@ -54,6 +56,7 @@ def memory(case: Case, *, accelerator: bool = True, engine: int = 0, served: int
         adapter=stays.adapter,
         gradients=stays.gradients + int(made.gradients),
         optimizer=stays.optimizer,
+        frozen=scoring.weight_bytes(case),
         activations=int(made.kept + made.layer + made.scores + made.recurrent),
         kv_and_state=engine,
         logits=int(made.logits + made.head),

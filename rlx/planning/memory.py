@@ -23,6 +23,7 @@ from rlx.models.description import (
 )
 from rlx.models.spec import layer_specs
 from rlx.parallel.layout import Layout
+from rlx.planning import scoring
 from rlx.planning.case import Case, batch_shapes, flat_specs, groups, numbers, numbers_here, piped, repeats_here
 
 WIDE = 4  # bytes of a float32
@@ -52,7 +53,7 @@ def held(case: Case) -> Held:
 
 def batch_bytes(case: Case) -> int:
     """Rows over dp, tokens not cut."""
-    every = batch_shapes(case).values()
+    every = [*batch_shapes(case).values(), *scoring.arrays(case).values()]
     return sum(
         math.prod(sizes) * jnp.dtype(dtype).itemsize // (case.layout.dp if sizes else 1) for dtype, sizes in every
     )
@@ -149,15 +150,21 @@ def _exchange(case: Case, layer: Layer) -> float:
 
 
 def _recurrent(case: Case, layer: Layer) -> float:
-    """A row's tokens are not cut: the state passes through all of them."""
-    mixer = layer.mixer
+    """Queries, keys, values and decays of a device's tokens; over cp the values have a state's columns beside theirs,
+    from which the map of a part comes (`rlx.models.sharded_recurrence`)."""
+    mixer, layout = layer.mixer, case.layout
     if isinstance(mixer, DeltaNet):
-        width = mixer.value_heads * (2 * mixer.key_dim + 2 * mixer.value_dim)
+        heads, key = mixer.value_heads, mixer.key_dim
+        width = heads * (2 * key + 2 * mixer.value_dim)
+        cut = mixer.key_heads % layout.tp == 0 and heads % layout.tp == 0
     elif isinstance(mixer, KimiDelta):
-        width = mixer.heads * mixer.head_dim * 5
+        heads, key = mixer.heads, mixer.head_dim
+        width = heads * key * 5
+        cut = heads % layout.tp == 0
     else:
         return 0.0
-    return case.rows_here * case.tokens * width * WIDE
+    width += 2 * heads * key if layout.cp > 1 else 0
+    return _tokens(case) * width / (layout.tp if cut else 1) * WIDE
 
 
 def _tile(case: Case, accelerator: bool) -> float:

@@ -18,6 +18,7 @@ KINDS = {
     "adapter": "adapter",
     "gradients": "gradients: the sum, and one micro-batch's",
     "optimizer": "optimizer: two moments",
+    "frozen": "frozen policies: reference, teachers, signals",
     "activations": "activations: kept, and of the layer at work",
     "kv_and_state": "keys, values and states of the engine",
     "logits": "logits of one chunk, hidden states of targets",

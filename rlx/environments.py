@@ -38,7 +38,7 @@ from rlx.web_sessions import Cuts, WebSessions
 
 TOOLS = {
     "python_tool": (PYTHON,),
-    "code": (PYTHON,),
+    "code": CodeEnv.tools,
     WEB_PROJECT: WebProject.tools,
 }  # of the environments that hold a conversation
 

@@ -14,6 +14,7 @@ from rlx.envs.code.tasks import make_functions
 from rlx.envs.env import ToolCall
 from rlx.envs.grading import Grade, Outcome
 from rlx.envs.sources import check_source, read_source
+from rlx.envs.tool_calls import parse_calls
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
 from tests.sandbox.test_code_grading import CONFIG
@@ -42,7 +43,7 @@ def session(*actions: str | ToolCall) -> tuple[list[str], Grade, int]:
 
 
 def call(code: str) -> ToolCall:
-    return ToolCall("python", {"code": code})
+    return ToolCall("run_python", {"code": code})
 
 
 def test_a_program_is_tried_and_the_last_word_graded():
@@ -59,6 +60,13 @@ def test_a_session_without_a_last_word_is_graded_by_its_last_program():
 def test_nothing_is_worth_nothing_and_says_so():
     _, grade, left = session()
     assert (grade.reward, grade.outcome, grade.detail, left) == (0.0, Outcome.GRADED, "no program was given", 0)
+
+
+def test_in_fenced_blocks_a_program_that_is_tried_is_not_the_answer():
+    answer = f"Here it is:\n```python\n{SOLUTION}```"
+    assert parse_calls("plain", answer, CodeEnv.tools) == []
+    (tried,) = parse_calls("plain", "```run_python\nprint(1)\n```", CodeEnv.tools)
+    assert tried == call("print(1)")
 
 
 def source(**changes) -> TaskSourceConfig:

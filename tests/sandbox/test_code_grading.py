@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Mapping
 
@@ -121,6 +122,22 @@ def test_human_evals_own_solutions_pass_and_stubs_do_not(numbers):
     stubs = graded(*((task.metadata["context"] + "    return None\n", hidden_tests(task)) for task in chosen))
     assert [grade.reward for grade in right] == [1.0] * len(chosen), right
     assert [(grade.reward, grade.outcome) for grade in stubs] == [(0.0, Outcome.GRADED)] * len(chosen), stubs
+
+
+def test_a_function_that_raises_passes_no_assertion_of_human_eval():
+    for task in read_human_eval("he"):
+        given = {**dataclasses.asdict(hidden_tests(task)), "answers": []}
+        while (verdict := harness.judge(given))["calls"]:
+            given["answers"] += [(asked, {"raised": "ValueError"}) for asked in verdict["calls"]]
+        assert verdict["passed"] == 0 < verdict["failed"] + bool(verdict["broken"]), (task.id, verdict)
+
+
+def test_what_a_crash_kept_the_tests_from_asserting_has_failed():
+    early = CodeTests(
+        "add", "", "def check(f):\n    assert f(1, 1) == 2\n    x = f(0, 1)\n    assert x\n    assert x == 1"
+    )
+    (grade,) = graded(("def add(a, b): return a / (a > 0) + b", early), partial_credit=True)
+    assert grade.reward == pytest.approx(1 / 3), grade.detail
 
 
 def test_our_own_tasks_agree_with_their_references():

@@ -6,11 +6,14 @@ import asyncio
 
 from rlx.envs.code.grading import CodeGrader, code_of
 from rlx.envs.code.tasks import hidden_tests
-from rlx.envs.env import Step, ToolCall
+from rlx.envs.env import Step, Tool, ToolCall
 from rlx.envs.grading import Grade, Outcome
-from rlx.envs.python_tool import PYTHON, OpenSandbox, report
+from rlx.envs.python_tool import OpenSandbox, report
 from rlx.sandbox.base import Sandbox
 from rlx.types import Task
+
+# Not named `python`: where calls are fenced blocks (tools.format = "plain"), a ```python block is the answer.
+RUN = Tool("run_python", "Runs a Python program, to try it, and shows what it prints", {"code": "the program"})
 
 
 class CodeEnv:
@@ -22,7 +25,7 @@ class CodeEnv:
       open_sandbox: called with the first program that is tried. call_seconds: that one may take.
     """
 
-    tools = (PYTHON,)
+    tools = (RUN,)
 
     def __init__(self, task: Task, grader: CodeGrader, open_sandbox: OpenSandbox, call_seconds: float):
         self._task, self._grader, self._open_sandbox, self._call_seconds = task, grader, open_sandbox, call_seconds

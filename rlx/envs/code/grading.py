@@ -18,7 +18,7 @@ from typing import Any
 
 from rlx.envs.code import harness
 from rlx.envs.grading import Grade, Outcome
-from rlx.sandbox.base import Execution, PathError, Sandbox, SandboxError
+from rlx.sandbox.base import Execution, PathError, Sandbox, SandboxError, WorkspaceError
 
 OpenSandbox = Callable[[Mapping[str, bytes]], Awaitable[Sandbox]]  # the files of its workspace
 
@@ -107,11 +107,14 @@ class CodeGrader:
         """(an answer to each call, what went wrong)."""
         asked = {"entry": entry, "calls": calls, "call_s": self._call_s}
         files = {"code_harness.py": HARNESS, "calls.json": json.dumps(asked).encode()}
-        sandbox = await self._open({**files, "solution.py": program.encode(errors="replace")})
+        try:
+            sandbox = await self._open({**files, "solution.py": program.encode(errors="replace")})
+        except WorkspaceError as error:
+            return [_raised("NoAnswer")] * len(calls), f"the program has no room in its workspace: {error}"
         try:
             execution = await sandbox.run(["python3", "-I", "code_harness.py", "program"])
             said = await sandbox.read("answers.jsonl")
-        except (FileNotFoundError, PathError) as error:  # the program has removed or replaced it
+        except (FileNotFoundError, PathError, WorkspaceError) as error:  # the program has removed or replaced it
             return [_raised("NoAnswer")] * len(calls), f"the program left no answers: {error}"
         finally:
             await sandbox.close()
@@ -124,12 +127,15 @@ class CodeGrader:
 
 
 def _reward(verdict: Mapping[str, Any], trouble: str, partial_credit: bool) -> tuple[float, str]:
-    """(reward, detail). What ended the test code early counts as one failed assertion: a call that raised."""
-    passed, failed = verdict["passed"], verdict["failed"] + bool(verdict["broken"])
-    if passed + failed == 0:
+    """(reward, detail). Where a call that raised ended the test code early, what it never came to has failed, too."""
+    passed, broken = verdict["passed"], bool(verdict["broken"])
+    total = passed + verdict["failed"] + broken
+    if broken:
+        total = max(total, verdict["assertions"])
+    if total == 0:
         raise TestsBroken("the tests assert nothing")
-    share = passed / (passed + failed)
-    said = [f"{passed} of {passed + failed} assertions hold", verdict["said"] or verdict["broken"], trouble]
+    share = passed / total
+    said = [f"{passed} of {total} assertions hold", verdict["said"] or verdict["broken"], trouble]
     return share if partial_credit else float(share == 1.0), "; ".join(text for text in said if text)
 
 

@@ -9,7 +9,7 @@ calls.json     {"entry": name, "calls": [[arguments, {name: argument}], ...], "c
 answers.jsonl  a line for each call: {"value": encoded} or {"raised": the name of the exception}
 tests.json     {"entry": name, "context": code, "test": code of check(candidate), "answers": [[call, answer], ...]}
 verdict.json   {"calls": [those without an answer], "passed": n, "failed": n, "said": of the first failure,
-               "broken": what ended the test code early, or ""}
+               "broken": what ended the test code early, or "", "assertions": so many the text has}
 """
 
 from __future__ import annotations
@@ -154,9 +154,15 @@ def _exception(name):
 
 
 class Counted(ast.NodeTransformer):
-    """Every assertion counts on its own, and the code goes on after one that fails."""
+    """Every assertion counts on its own, and the code goes on after one that fails; `assert True` counts not."""
+
+    def __init__(self):
+        self.assertions = 0
 
     def visit_Assert(self, node):
+        if isinstance(node.test, ast.Constant):
+            return node
+        self.assertions += 1
         fails = ast.parse(f"verdict__.fails(error__, {ast.unparse(node.test)!r})").body
         handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "error__", fails)
         attempt = ast.Try([node], [handler], ast.parse("verdict__.passes()").body, [])
@@ -166,19 +172,24 @@ class Counted(ast.NodeTransformer):
 def run_tests():
     with open("tests.json", encoding="utf-8") as file:
         given = json.load(file)
-    verdict = Verdict(given["answers"])
+    with open("verdict.json", "w", encoding="utf-8") as file:
+        json.dump(judge(given), file)
+
+
+def judge(given):
+    """The verdict, see above, on the answers in `given`, which is as tests.json."""
+    verdict, counted = Verdict(given["answers"]), Counted()
     random.seed(SEED)
     space: dict[str, Any] = {"__name__": "tests", "verdict__": verdict}
     exec(compile(given["context"], "context.py", "exec"), space)
     space[given["entry"]] = verdict.candidate  # some tests use the function's own name
-    exec(compile(Counted().visit(ast.parse(given["test"])), "tests.py", "exec"), space)
+    exec(compile(counted.visit(ast.parse(given["test"])), "tests.py", "exec"), space)
     try:
         space["check"](verdict.candidate)
     except Exception as error:
         verdict.broken = f"{type(error).__name__}: {error}"[:MAX_SAID]
-    said = {"calls": list(verdict.calls.values()), "passed": verdict.passed, "failed": verdict.failed}
-    with open("verdict.json", "w", encoding="utf-8") as file:
-        json.dump({**said, "said": verdict.said, "broken": verdict.broken}, file)
+    numbers = {"passed": verdict.passed, "failed": verdict.failed, "assertions": counted.assertions}
+    return {**numbers, "calls": list(verdict.calls.values()), "said": verdict.said, "broken": verdict.broken}
 
 
 if __name__ == "__main__":

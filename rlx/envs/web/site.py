@@ -27,7 +27,7 @@ from rlx.sandbox.pool import Sandboxes
 
 SERVER = "server.py"  # a workspace that has it is served by it: `python3 server.py`, on 127.0.0.1:$PORT
 PORT = 8000
-START_S = 20.0  # for the server to listen: many times what one needs, since the machine may be busy
+START_S = 10.0  # for the server to listen: many times what one needs, since the machine may be busy
 ANSWER_S = relay.ANSWER_S + 10.0  # for one answer to be there
 SESSION_S = 120.0  # of the server, between two restarts
 STOP_S = 5.0  # for the relay to see that it is over

@@ -8,20 +8,25 @@ from tests.sandbox.attack import FOREVER, FULL, attack
 MEMORY_AND_DISK = (
     attack(
         "memory hog",
-        "hog = [bytearray(1 << 22) for _ in iter(int, 1)]",
+        """
+        def fill():
+            hog = []
+            while True: hog.append(bytearray(1 << 22))
+        refused("memory", fill)
+        """,
         FULL,
-        held=False,
     ),
     attack(
         "memory hog of many processes",
         """
         for _ in range(8):
             if os.fork() == 0: break
-        hog = []
-        while True: hog.append(b"x" * (1 << 21))
+        def fill():
+            hog = []
+            while True: hog.append(b"x" * (1 << 21))
+        refused("memory", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "memory by mmap, touched and locked",
@@ -35,7 +40,6 @@ MEMORY_AND_DISK = (
         refused("mlock", lock)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "memory in files without names",
@@ -43,11 +47,10 @@ MEMORY_AND_DISK = (
         def fill():
             files = [os.memfd_create(str(i)) for i in range(64)]
             for file in files:
-                for _ in range(64): os.write(file, b"x" * (1 << 20))
+                for _ in range(4): os.write(file, b"x" * (1 << 20))
         refused("memfd", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "memory in System V segments",
@@ -62,7 +65,6 @@ MEMORY_AND_DISK = (
         refused("shm", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "a huge file",
@@ -74,7 +76,6 @@ MEMORY_AND_DISK = (
         refused("file", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "a sparse file",
@@ -95,7 +96,6 @@ MEMORY_AND_DISK = (
         refused("files", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "deleted files that stay open",
@@ -110,7 +110,6 @@ MEMORY_AND_DISK = (
         refused("deleted", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "many small files",
@@ -120,7 +119,6 @@ MEMORY_AND_DISK = (
         refused("inodes", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "directories, deep",
@@ -132,7 +130,6 @@ MEMORY_AND_DISK = (
         refused("depth", dig)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "filling /tmp",
@@ -143,7 +140,6 @@ MEMORY_AND_DISK = (
         refused("/tmp", fill)
         """,
         FULL,
-        held=False,
     ),
     attack(
         "filling /dev/shm",
@@ -154,7 +150,6 @@ MEMORY_AND_DISK = (
         refused("/dev/shm", fill)
         """,
         FULL,
-        held=False,
     ),
     attack("endless output", "while True: os.write(1, b'x' * 65536)", frozenset({Limit.OUTPUT})),
     attack("endless errors", "while True: os.write(2, b'x' * 65536)", frozenset({Limit.OUTPUT})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import platform
 import re
@@ -14,7 +15,7 @@ import pytest
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox.base import Execution
 from rlx.sandbox.local import LocalSandbox, LocalSandboxes
-from tests.sandbox.attack import Attack
+from tests.sandbox.attack import REFUSED, Attack
 from tests.sandbox.attacks import ATTACKS
 
 SECRET = "the-other-session's-secret-4711"
@@ -29,6 +30,9 @@ LIMITS = SandboxLimits(
     files=2000,
     output_bytes=1 << 20,
 )
+# Where the machine, not a limit, decides when a program ends.
+SLOWLY = dataclasses.replace(LIMITS, wall_s=60.0, cpu_s=10.0)
+LOOKS_MISS = 32 << 20  # bytes that may be written between two looks at a workspace on disk
 CONFIG = SandboxConfig(
     kind="bubblewrap", max_open=8, max_running=0, directory="", read_only=(), url="", api_key="", limits=LIMITS
 )
@@ -62,13 +66,18 @@ def wrong(attack: Attack, got: Execution) -> list[str]:
         problems.append(f"ended by {got.stopped_by}, exit code {got.exit_code}, not by {set(attack.limits)}")
     if got.stopped_by is None and attack.held and "HELD" not in said:
         problems.append(f"did not do what it is for: {said[-300:]} {got.stderr.decode(errors='replace')[-300:]}")
-    if got.seconds > LIMITS.wall_s + 2.0:
-        problems.append(f"took {got.seconds:.1f} s")
     return [f"{attack.name}: {problem}" for problem in problems]
 
 
 def left_over(name: str, sandbox: LocalSandbox) -> list[str]:
     problems = []
+    if sandbox.group is not None and sandbox.group.peak_bytes() > sandbox.limits.memory_bytes:
+        problems.append(f"{name}: has had {sandbox.group.peak_bytes()} bytes of memory")
+    used = sum(
+        os.lstat(os.path.join(at, f)).st_blocks * 512 for at, _, found in os.walk(sandbox.workspace) for f in found
+    )
+    if used > sandbox.limits.disk_bytes + LOOKS_MISS:
+        problems.append(f"{name}: has left {used} bytes in its workspace")
     if sandbox.group is not None and sandbox.group.processes():
         problems.append(f"{name}: processes {sandbox.group.processes()} are left in its control group")
     if sandbox.user is not None and processes_of(sandbox.user):
@@ -77,7 +86,7 @@ def left_over(name: str, sandbox: LocalSandbox) -> list[str]:
 
 
 async def attacked(provider: LocalSandboxes, attack: Attack, names: str) -> list[str]:
-    sandbox = await provider.open(LIMITS)
+    sandbox = await provider.open(SLOWLY if attack.limits == REFUSED else LIMITS)
     try:
         await sandbox.write("attack.py", (names + attack.program).encode())
         got = await sandbox.run(["python3", "-I", "-S", "attack.py"], env={"PYTHONUNBUFFERED": "1"})

@@ -9,7 +9,7 @@ import pytest
 
 from configs import base
 from rlx.config.parse import parse
-from rlx.config.sandbox_checks import sandbox_problems
+from rlx.config.sandbox_checks import MAX_OPEN, sandbox_problems
 from rlx.sandbox import cgroups, files, isolation, seccomp
 from rlx.sandbox.base import Limit
 from tests.sandbox.test_code_grading import LIMITS
@@ -131,10 +131,11 @@ def test_the_filter_refuses_what_it_names_and_nothing_else(machine, audit, ptrac
 
 
 def test_users_are_unique():
-    users = {isolation.user_of(slot) for slot in range(512)}
-    assert len(users) == 512
-    with pytest.raises(ValueError, match="512 at once"):
-        isolation.user_of(512)
+    users = {isolation.user_of(slot) for slot in range(MAX_OPEN + 1)}  # and one for the probe
+    assert len(users) == MAX_OPEN + 1
+    assert max(users) + isolation._UIDS_OF_A_PROCESS * 2**22 < 2**32, "whatever number a process has"
+    with pytest.raises(ValueError, match="513 at once"):
+        isolation.user_of(MAX_OPEN + 1)
 
 
 def test_a_workspace_that_has_grown_too_far_is_found(tmp_path):

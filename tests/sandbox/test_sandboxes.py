@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import subprocess
@@ -19,8 +20,8 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
-from rlx.sandbox import isolation, storage
-from rlx.sandbox.base import Limit, PathError, SandboxError
+from rlx.sandbox import files, isolation, storage
+from rlx.sandbox.base import Limit, PathError, SandboxError, WorkspaceError
 from rlx.sandbox.local import LocalSandboxes
 from rlx.sandbox.pool import Sandboxes
 from tests import waiting
@@ -97,7 +98,7 @@ def test_commands_run_and_files_stay(kind, tmp_path, monkeypatch):
             assert await sandbox.list() == ["made.txt", "src/a.py"]
             await sandbox.write("made.txt", b"other")
             assert (await sandbox.run(["cat", "made.txt"])).stdout == b"other"
-            with pytest.raises(FileNotFoundError):
+            with pytest.raises(FileNotFoundError, match=r"^there is no file 'missing.txt' in the workspace$"):
                 await sandbox.read("missing.txt")
             for path in ("/etc/passwd", "../x", "", "a/../../x", "a\0b"):
                 with pytest.raises(PathError):
@@ -120,9 +121,9 @@ def test_limits_on_time_and_output(kind, tmp_path, monkeypatch):
     async def main():
         async with pool(kind, tmp_path, monkeypatch) as sandboxes:
             sandbox = await sandboxes.open()
-            late = await sandbox.run(["sh", "-c", "echo begun; sleep 60"], timeout_s=1.0)
+            late = await sandbox.run(["sh", "-c", "echo begun; sleep 60"], timeout_s=3.0)
             assert (late.stopped_by, late.exit_code, late.stdout) == (Limit.WALL, 137, b"begun\n")
-            assert 1.0 <= late.seconds < 3.0
+            assert 3.0 <= late.seconds < 20.0
             loud = await sandbox.run(["sh", "-c", "yes & yes >&2"])
             assert loud.stopped_by == Limit.OUTPUT
             assert len(loud.stdout) + len(loud.stderr) == LIMITS.output_bytes
@@ -238,6 +239,127 @@ def test_what_a_dead_process_left_is_removed(tmp_path, monkeypatch):
                 assert not left.exists()
                 assert (await (await others.open()).run(["echo", "b"])).stdout == b"b\n"
             assert (await (await sandboxes.open()).run(["echo", "a"])).stdout == b"a\n"  # and nothing of a living one
+
+    asyncio.run(main())
+
+
+def mounted(path: Path) -> bool:
+    return f" {path} " in Path("/proc/self/mountinfo").read_text()
+
+
+def test_what_another_user_left_is_not_touched_and_links_are_not_followed(tmp_path, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root makes directories of another user")
+    home = tmp_path / "home"
+    foreign, own = tmp_path / "rlx-sandboxes-of-another", tmp_path / "rlx-sandboxes-of-ours"
+    for left in (home, foreign, own):
+        left.mkdir()
+    for left in (foreign, own):
+        (left / "000001").symlink_to(home)
+        (left / "lock").touch()
+    os.chown(foreign, 12345, 12345)
+    in_memory = storage_can_mount(home)
+
+    async def main():
+        async with pool("bubblewrap", tmp_path, monkeypatch):
+            assert foreign.exists()
+            assert not own.exists()
+            assert mounted(home) == in_memory
+
+    try:
+        asyncio.run(main())
+    finally:
+        storage._unmount(str(home))
+
+
+def storage_can_mount(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        storage._mount(str(path), "size=4096")
+        return True
+    return False
+
+
+def test_as_many_as_the_settings_allow_can_be_open(tmp_path):
+    async def main():
+        async with Sandboxes(dataclasses.replace(config_of("bubblewrap", str(tmp_path)), max_open=512)) as sandboxes:
+            await sandboxes.open()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ("bubblewrap", "subprocess"))
+def test_closing_ends_what_runs_first(kind, tmp_path, monkeypatch):
+    async def main():
+        async with pool(kind, tmp_path, monkeypatch) as sandboxes:
+            sandbox = await sandboxes.open()
+            busy = "while :; do echo a > a; echo b > b; touch begun; rm -f a b; done; exec sleep 63.5"
+            command = asyncio.create_task(sandbox.run(["sh", "-c", busy]))
+            while not {"begun"} & set(await listed(sandbox)):
+                await asyncio.sleep(0.02)
+            await sandbox.close()
+            with pytest.raises(asyncio.CancelledError):
+                await command
+            assert sandboxes.open_now == 0
+            assert (await (await sandboxes.open()).run(["echo", "on"])).stdout == b"on\n"
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []
+
+
+async def listed(sandbox):
+    with contextlib.suppress(SandboxError):
+        return await sandbox.list()
+    return []
+
+
+@pytest.mark.parametrize("kind", ("bubblewrap", "subprocess"))
+def test_what_is_wrong_with_the_workspace_is_told_as_such(kind, tmp_path, monkeypatch):
+    async def main():
+        async with pool(kind, tmp_path, monkeypatch) as sandboxes:
+            sandbox = await sandboxes.open()
+            with pytest.raises(WorkspaceError, match="too long"):
+                await sandbox.run(["true", "x" * (1 << 18)])
+            for words in (["sh", "-c", "a\0b"], ["echo", "\ud800"]):
+                with pytest.raises(ValueError, match="halves of surrogate pairs"):
+                    await sandbox.run(words)
+            with pytest.raises(PathError):
+                await sandbox.write("\ud800", b"")
+            await sandbox.write("big", b"x" * (LIMITS.file_bytes + 1))
+            with pytest.raises(WorkspaceError, match="more than"):
+                await sandbox.read("big")
+            await sandbox.run(["sh", "-c", "rm big; mkdir -p " + "d/" * 60])
+            for look in (sandbox.snapshot, sandbox.list):
+                with pytest.raises(WorkspaceError, match="deep"):
+                    await look()
+
+    asyncio.run(main())
+
+
+def test_a_workspace_that_is_full_is_no_failure_of_its_sandbox(tmp_path, monkeypatch):
+    async def main():
+        async with pool("bubblewrap", tmp_path, monkeypatch) as sandboxes:
+            sandbox = await sandboxes.open()
+            with monkeypatch.context() as patch:
+                patch.setattr(files.os, "fchmod", full)
+                with pytest.raises(WorkspaceError, match="No space left"):
+                    await sandbox.write("a", b"")
+            await sandbox.write("a", b"")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    asyncio.run(main())
+
+
+def test_one_that_waits_for_no_turn_runs_beside_those_that_have_them_all(tmp_path, monkeypatch):
+    async def main():
+        async with pool("bubblewrap", tmp_path, monkeypatch, max_running=1) as sandboxes:
+            sandbox, at_once = await sandboxes.open(), await sandboxes.open(at_once=True)
+            waiting_for = asyncio.create_task(sandbox.run(["sleep", "60"]))
+            assert (await at_once.run(["echo", "on"])).stdout == b"on\n"
+            assert not waiting_for.done()
+            waiting_for.cancel()
+            await asyncio.wait((waiting_for,))
 
     asyncio.run(main())
 

@@ -4,7 +4,7 @@
 
 A run that a guard of config.collapse stops ends the search, and so does a held-out pass rate that is clearly below the
 best so far: the smaller lambda is, the nearer the policy comes to one token. Runs are kept below RUN/calibration and
-are not made again; the result is RUN/calibration/calibration.json.
+are not made again, those that a guard stopped neither; the result is RUN/calibration/calibration.json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Trial(NamedTuple):
 
 
 def calibrate(config: Config, lams: Sequence[float], updates: int, run: Callable[[Config], Trial]) -> dict[str, Any]:
-    """What calibration.json holds: best (the lambda with the highest pass rate), fitted (of a parabola; None for fewer
-    than three), trials in their order, stopped (why no smaller one was tried).
+    """What calibration.json holds: best (the lambda with the highest pass rate, None where all collapsed), fitted (of a
+    parabola; None for fewer than three that did not), trials in their order, stopped (why no smaller one was tried).
 
     Raises ConfigError for a recipe without distillation, or a lambda that it refuses.
     """
@@ -50,11 +50,11 @@ def calibrate(config: Config, lams: Sequence[float], updates: int, run: Callable
         stopped = ends_search(trials)
         if stopped:
             break
-    best = max(trials, key=lambda t: (not t.collapsed, t.pass_rate))
-    fit = fit_lambda({t.lam: [t.pass_rate] for t in trials})
+    best = _best(trials)
+    fit = fit_lambda({t.lam: [t.pass_rate] for t in trials if not t.collapsed})
     return {
-        "best": best.lam,
-        "pass_rate": best.pass_rate,
+        "best": None if best is None else best.lam,
+        "pass_rate": None if best is None else best.pass_rate,
         "fitted": None if fit is None else fit.best,
         "trials": [t._asdict() for t in trials],
         "stopped": stopped,
@@ -64,15 +64,20 @@ def calibrate(config: Config, lams: Sequence[float], updates: int, run: Callable
 
 def ends_search(trials: Sequence[Trial]) -> str:
     """Why no smaller lambda is to be tried, "" where one is."""
-    last, best = trials[-1], max(trials, key=lambda t: t.pass_rate)
+    last, best = trials[-1], _best(trials)
     if last.collapsed:
         return f"lambda {last.lam:g}: {last.collapsed}"
-    if last.high < best.low:
+    if best is not None and last.high < best.low:
         return (
             f"lambda {last.lam:g}: the held-out pass rate {last.pass_rate:.3f} is below the {best.pass_rate:.3f} of "
             f"{best.lam:g}, interval for interval"
         )
     return ""
+
+
+def _best(trials: Sequence[Trial]) -> Trial | None:
+    """Of those that no guard stopped: the last score of one that collapsed may be from before."""
+    return max((t for t in trials if not t.collapsed), key=lambda t: t.pass_rate, default=None)
 
 
 def short(config: Config, lam: float, updates: int) -> Config:
@@ -121,5 +126,7 @@ def described(found: dict[str, Any]) -> list[str]:
     ]
     if found["stopped"]:
         lines.append(f"the search ended: {found['stopped']}")
+    if found["best"] is None:
+        return [*lines, "every lambda that was tried collapsed: try larger ones with --lambdas"]
     fitted = "" if found["fitted"] is None else f", {found['fitted']:.2f} by a parabola"
     return [*lines, f"best lambda {found['best']:g}{fitted}: --config.objective.distill.lam={found['best']:g}"]

@@ -12,6 +12,7 @@ from typing import Any
 from rlx.config.frozen import CollapseConfig
 
 WAY_OUT = "With distillation raise objective.distill.lam, else lower learner.learning_rate; 0 switches the bound off"
+LOOKED_AT = ("policy/entropy", "response/length_mean", "response/repetition_fraction")
 
 
 def observe(config: CollapseConfig, seen: dict[str, Any], scalars: Mapping[str, float]) -> None:
@@ -26,20 +27,21 @@ def observe(config: CollapseConfig, seen: dict[str, Any], scalars: Mapping[str, 
         return
     seen.setdefault("entropy", scalars["policy/entropy"])
     seen.setdefault("length", scalars["response/length_mean"])
-    broken = list(_broken(config, seen, scalars))
-    seen["streak"] = seen.get("streak", 0) + 1 if broken else 0
-    seen["why"] = broken[0] if broken else ""
+    seen["last"] = {name: scalars[name] for name in LOOKED_AT}
+    seen["streak"] = seen.get("streak", 0) + 1 if any(_broken(config, seen, scalars)) else 0
 
 
 def reason(config: CollapseConfig, seen: Mapping[str, Any], evals: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Why the run should stop, None where it should go on. evals: by label, in their order."""
-    if seen.get("streak", 0) >= config.patience:
+    # A run that is resumed with another bound is judged by that.
+    broken = list(_broken(config, seen, seen["last"])) if seen.get("streak", 0) >= config.patience else []
+    if broken:
         in_row = f"{seen['streak']} updates in a row (collapse.patience = {config.patience})"
-        return f"the run has collapsed, {in_row}: {seen['why']}. {WAY_OUT}."
+        return f"the run has collapsed, {in_row}: {broken[0]}. {WAY_OUT}."
     return _lower_reward(config, evals)
 
 
-def _broken(config: CollapseConfig, seen: Mapping[str, float], scalars: Mapping[str, float]) -> Iterator[str]:
+def _broken(config: CollapseConfig, seen: Mapping[str, Any], scalars: Mapping[str, float]) -> Iterator[str]:
     entropy, length = scalars["policy/entropy"], scalars["response/length_mean"]
     if config.entropy_low and entropy < config.entropy_low:
         yield f"the policy's entropy is {entropy:.4f} nats, below {config.entropy_low} (collapse.entropy_low)"

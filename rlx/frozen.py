@@ -45,6 +45,13 @@ class Pair(NamedTuple):
     base: Policy | None
     alpha: float
 
+    def deltas(self, of: Scoring, name: str) -> list[np.ndarray]:
+        """alpha (log expert - log base) by trajectory; name: of the scores, "logprobs" or "candidates"."""
+        experts = [s[name] for s in of(self.expert)]
+        if self.base is None:
+            return [self.alpha * expert for expert in experts]
+        return [self.alpha * (expert - s[name]) for expert, s in zip(experts, of(self.base), strict=True)]
+
 
 @dataclasses.dataclass(eq=False)
 class Frozen:
@@ -85,7 +92,9 @@ class Frozen:
     def scored(self, chosen: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories of an update with what frozen policies say of their targets."""
         distill = self.config.objective.distill
-        only_rewarded = distill.form != "off" and distill.filter == "rewarded"
+        # A penalty on the KL is on every token.
+        penalised = self.config.objective.kl_coefficient > 0
+        only_rewarded = distill.form != "off" and distill.filter == "rewarded" and not penalised
         needed = [t for t in chosen if t.mask.any() and (t.advantage > 0 or not only_rewarded)]
         by_policy: dict[str, list[Scores]] = {}
 
@@ -120,29 +129,15 @@ class Frozen:
         if distill.calibration == "overlap":
             parts["overlap"] = [_overlap(t, s["likeliest"]) for t, s in zip(needed, experts)]
         if known is not None:
-            everything = np.arange(len(known))
-            parts["known"] = [self._usable(t) for t in needed]
-            heads = [
-                np.broadcast_to(everything, (w, len(known))) if distill.form == "full" or t.head is None else t.head.ids
-                for t, w in zip(needed, lengths)
-            ]
-            parts["head_known"] = [known[ids] & usable[:, None] for ids, usable in zip(heads, parts["known"])]
+            parts["known"] = [self.policies.usable(t) for t in needed]
+            if distill.form != "sampled":
+                heads = [known[None] if distill.form == "full" else known[_head_ids(t)] for t in needed]
+                parts["head_known"] = [head & usable[:, None] for head, usable in zip(heads, parts["known"])]
         return parts
-
-    def _usable(self, trajectory: Trajectory) -> np.ndarray:
-        """bool [W]: targets that every policy knows, before which there is no token that one could not even embed."""
-        known = self.policies.known
-        assert known is not None
-        beyond = np.cumsum(trajectory.tokens >= self.policies.narrowest) > 0
-        return (known[trajectory.tokens] & ~np.concatenate([[False], beyond[:-1]]))[trajectory.mask]
 
     def _combined(self, of: Scoring, name: str, lengths: list[int]) -> list[np.ndarray]:
         """All signals as one, by trajectory."""
-        each = []
-        for pair in self.pairs:
-            expert = np.concatenate([s[name] for s in of(pair.expert)] or [np.zeros(0, np.float32)])
-            base = 0.0 if pair.base is None else np.concatenate([s[name] for s in of(pair.base)] or [np.zeros(0)])
-            each.append(pair.alpha * (expert - base))
+        each = [np.concatenate(pair.deltas(of, name) or [np.zeros(0)]) for pair in self.pairs]
         flat = np.stack(each).astype(np.float32)
         total = flat[0] * self.config.objective.distill.weights[0]
         if len(self.pairs) > 1:
@@ -194,9 +189,8 @@ def open_frozen(config: Config, model: assemble.Model, step: StepConfig, packing
     scoring = dataclasses.replace(packing, head_size=candidates, routes=None, balance_experts=False, frozen=())
     top = config.rollout.head_size if distill.form != "off" and distill.calibration == "overlap" else 0
     policies = Policies(model, step, scoring, config.model.dtype, ScoreCache(config.frozen.cache), top)
-    own = read_part(config.model.path)
     # Before anything else: whoever has the same weights shares these arrays.
-    reference = policies.add_target(own) if objective.needs_reference else None
+    reference = policies.add_target(read_part(config.model.path)) if objective.needs_reference else None
     pairs: list[Pair] = []
     if distill.form != "off" and distill.signal == "teacher":
         pairs = [Pair(policies.add(read_part(path)), None, 1.0) for path in config.frozen.teachers]
@@ -242,8 +236,12 @@ def _padded(x: np.ndarray, axis: int) -> np.ndarray:
 
 def _overlap(trajectory: Trajectory, likeliest: np.ndarray) -> np.ndarray:
     """|top-K of the expert ∩ the sampler's top-K| / K of each target."""
+    return (likeliest[:, :, None] == _head_ids(trajectory)[:, None, :]).any(-1).mean(-1).astype(np.float32)
+
+
+def _head_ids(trajectory: Trajectory) -> np.ndarray:
     assert trajectory.head is not None
-    return (likeliest[:, :, None] == trajectory.head.ids[:, None, :]).any(-1).mean(-1).astype(np.float32)
+    return trajectory.head.ids
 
 
 def _zeros(arrays: Sequence[FrozenArray], targets: int) -> dict[str, np.ndarray]:

@@ -155,6 +155,13 @@ class Policies:
                 parts[i - 1].append({name: x[at] for name, x in arrays.items()})
         return [part for (part,) in parts]
 
+    def usable(self, trajectory: Trajectory) -> np.ndarray:
+        """bool [W]: targets that every policy knows, before which there is no token that one could not even embed."""
+        if self.known is None:
+            return np.ones(int(trajectory.mask.sum()), bool)
+        beyond = np.cumsum(trajectory.tokens >= self.narrowest) > 0
+        return (self.known[trajectory.tokens] & ~np.concatenate([[False], beyond[:-1]]))[trajectory.mask]
+
     def _nothing(self) -> Scores:
         width = self.model.arch.vocab_size if self.every_token else self.packing.head_size
         shapes = {"logprobs": (0,)} | ({"candidates": (0, width)} if width else {})
@@ -170,7 +177,8 @@ class Policies:
     def _key(self, policy: Policy, trajectory: Trajectory) -> bytes:
         digest = hashlib.sha256(policy.hash.encode())
         step = policy.step
-        about: tuple[Any, ...] = (step.temperature, step.dtype, self.every_token, self.top, self.packing.head_size)
+        about: tuple[Any, ...] = (step.temperature, step.dtype, step.head_precision, step.logprob_implementation)
+        about += (self.every_token, self.top, self.packing.head_size)
         digest.update(repr((*about, policy.ids_hash)).encode())
         parts = [trajectory.tokens, trajectory.mask]
         parts += [trajectory.head.ids] if self.packing.head_size and trajectory.head is not None else []

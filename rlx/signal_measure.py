@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from rlx.data.trajectories import trajectories
 from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
+from rlx.frozen import Pair
 from rlx.parallel import runtime
 from rlx.policies import Policies
 from rlx.proxy.signal import Signal
@@ -41,7 +43,8 @@ def measure(config: Config, signal: Signal, tasks: int) -> dict[str, Any]:
     step = assemble.step_config(config, model.arch, count)
     packing = assemble.packing_config(config, count, head=0)
     policies = Policies(model, step, packing, config.model.dtype, ScoreCache(config.frozen.cache))
-    pair = [policies.add(part) for part in (signal.expert, signal.base)]  # before anything is generated
+    # Before anything is generated: what cannot be scored is refused.
+    pair = Pair(policies.add(signal.expert), policies.add(signal.base), signal.alpha)
     state = assemble.fresh_state(config, model)
     engine = assemble.make_engine(config, model, assemble.policy_params(config, model, state.trainable), 0)
     sampling = dataclasses.replace(assemble.sampling(config), seed=2 * config.run.seed + OWN_SEED)
@@ -54,10 +57,9 @@ def measure(config: Config, signal: Signal, tasks: int) -> dict[str, Any]:
         groups = asyncio.run(job(Environments(config, model.tokenizer, graders)))
     samples = [s for g in groups for s in graded(g).samples if s.mask.any()]
     every = trajectories(samples, {(s.group, s.index): 0.0 for s in samples}, 0, with_head=False)
-    expert, base = (policies.score(policy, every) for policy in pair)
-    deltas = [signal.alpha * (e["logprobs"] - b["logprobs"]) for e, b in zip(expert, base)]
-    if policies.known is not None:
-        deltas = [np.where(policies.known[t.tokens[t.mask]], d, 0.0) for t, d in zip(every, deltas)]
+    with contextlib.closing(policies.cache):
+        scored = pair.deltas(lambda policy: policies.score(policy, every), "logprobs")
+    deltas = [np.where(policies.usable(t), d, 0.0) for t, d in zip(every, scored, strict=True)]
     return figures(deltas, [s.reward for s in samples], [s.group for s in samples])
 
 

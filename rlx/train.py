@@ -67,6 +67,7 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
     with open_training(config, peers) as run:
         # Gives the last moment that a resumed run may continue from; until the first update it starts anew.
         whole = whole_moment(run) if run.resumed else None
+        stop_where_collapsed(run)  # one that had is not trained further because it is started again
         try:
             # ------------------------------------------------ before: the base model, a cold start
             if whole is None:
@@ -117,6 +118,7 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
             # ------------------------------------------------ after
             measure(run, "after")
             run.save(run.moment(feed), feed)
+            stop_where_collapsed(run)
             return finish(run)
         except BaseException:
             # Whatever ended the run, what was learned up to the last whole moment is not lost with it.

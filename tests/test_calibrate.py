@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlx.calibrate import Trial, calibrate
+from rlx.calibrate import Trial, calibrate, described
 from rlx.config.errors import ConfigError
 from rlx.proxy.calibration import fit_lambda
 from tests import tiny_run
@@ -31,6 +31,22 @@ def test_it_goes_down_until_one_collapses_and_says_which_was_best(recipe):
     assert found["best"] == 0.5
     assert 0.25 < found["fitted"] < 1.0
     assert found["stopped"] == "lambda 0.1: it repeats itself"
+
+
+def test_the_score_of_one_that_collapsed_counts_for_nothing(recipe):
+    """It may be from before the collapse."""
+    rates = {2.0: (0.5, ""), 1.0: (0.6, ""), 0.5: (0.9, "it repeats itself")}
+
+    def collapsing(config):
+        rate, why = rates[config.objective.distill.lam]
+        return Trial(config.objective.distill.lam, rate, rate - 0.06, rate + 0.06, why)
+
+    found = calibrate(config_of(recipe), list(rates), 7, collapsing)
+    assert (found["best"], found["pass_rate"], found["fitted"]) == (1.0, 0.6, None)
+    rates[2.0] = (0.5, "it repeats itself")
+    found = calibrate(config_of(recipe), list(rates), 7, collapsing)
+    assert (found["best"], len(found["trials"])) == (None, 1)
+    assert "try larger ones" in described(found)[-1]
 
 
 def test_it_ends_where_the_pass_rate_is_clearly_lower(recipe):

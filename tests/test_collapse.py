@@ -47,6 +47,16 @@ def test_a_held_out_pass_rate_that_fell_stops_at_once():
     assert after(OFF, evals=fallen) is None
 
 
+def test_another_bound_judges_what_was_seen_last():
+    """A run that is resumed with a bound that is off or wider goes on."""
+    seen = {}
+    for entropy in (1.0, 0.01, 0.01):
+        collapse.observe(bounds(entropy_low=0.1), seen, HEALTHY | {"policy/entropy": entropy})
+    assert "below 0.05" in collapse.reason(bounds(entropy_low=0.05), seen, EVALS)
+    assert collapse.reason(bounds(entropy_low=0.001), seen, EVALS) is None
+    assert collapse.reason(OFF, seen, EVALS) is None
+
+
 def test_an_update_without_samples_says_nothing():
     seen = {}
     collapse.observe(bounds(entropy_low=0.1), seen, {"response/length_mean": 3.0})

@@ -1,5 +1,6 @@
 """Transfers from end to end on tiny models: signals made by commands, scores counted, a killed run resumed."""
 
+import dataclasses
 import json
 import shutil
 
@@ -122,6 +123,14 @@ def test_a_cache_scores_the_same_samples_once(recipe, tmp_path):
     assert again.scalars(4) == {"distill/forwards_per_token": 2.0}, "two policies score what is new"
 
 
+@pytest.mark.parametrize("changes", [{"head_precision": "highest"}, {"logprob_implementation": "chunked"}])
+def test_a_cache_tells_arithmetics_apart(recipe, changes):
+    found, _, _ = opened(config_of(recipe))
+    policy, (trajectory, *_) = found.reference, wide_trajectories()
+    other = dataclasses.replace(policy, step=dataclasses.replace(policy.step, **changes))
+    assert found.policies._key(policy, trajectory) != found.policies._key(other, trajectory)
+
+
 @pytest.mark.parametrize("form, width", [("top_k", 4), ("full", tiny_model.ARCH.vocab_size)])
 def test_other_forms_have_the_scores_of_their_candidates(recipe, form, width):
     found, _, packing = opened(config_of(recipe, objective__distill__form=form, rollout__head_size=4))
@@ -205,6 +214,12 @@ def test_a_conflicting_id_is_refused_and_named(recipe):
 
 def test_a_pair_with_added_tokens_and_a_padded_width_trains(recipe):
     path = other_vocabulary(recipe, "added", add, extra=12)
+    found, _, _ = opened(config_of(recipe, path))
+    names = {array.name for array in found.arrays()}
+    assert names == {"reference_logprobs", "signal", "known"}
+    chosen = wide_trajectories()
+    parts = found._signals(lambda policy: found.policies.score(policy, chosen), chosen)
+    assert parts.keys() - names == {"teacher_logprobs"}, "no array over the vocabulary is made to be thrown away"
     config = config_of(recipe, path, learner__updates=1, run__name="added")
     train.train(config)
     (record,) = [r for r in tiny_run.records(config.run.path / "metrics.jsonl") if "policy/loss" in r]
@@ -300,6 +315,25 @@ def test_a_collapse_stops_the_run_with_its_reason(recipe):
     with pytest.raises(TrainingStopped, match=r"the run has collapsed, 1 updates .*collapse.entropy_low"):
         train.train(config)
     assert (config.run.path / "checkpoints" / "1").is_dir(), "what was learned is saved"
+    records = (config.run.path / "metrics.jsonl").read_bytes()
+    with pytest.raises(TrainingStopped, match="the run has collapsed"):
+        train.train(config)
+    assert (config.run.path / "metrics.jsonl").read_bytes() == records, "started again it learns nothing more"
+
+
+def test_a_collapse_that_the_last_evaluation_shows_is_no_success(recipe, monkeypatch):
+    measure = train.measure
+
+    def falling(run, label):
+        measure(run, label)
+        run.progress.evals[label] = run.progress.evals[label] | {"pass_rate": float(label != "after")}
+
+    monkeypatch.setattr(train, "measure", falling)
+    config = config_of(recipe, run__name="late", learner__updates=1, collapse__reward_drop=0.5, eval__every=10)
+    for _ in range(2):
+        with pytest.raises(TrainingStopped, match=r"at after the held-out pass rate is 0\.000"):
+            train.train(config)
+    assert not (config.run.path / "summary.json").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

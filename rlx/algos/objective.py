@@ -67,11 +67,11 @@ def objective(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> t
     ratios = stop_gradient(log_ratio(stats.logprob, sampler))
     keep = sequence_keep(config, ratios, mask, ids)
     pairs: diagnostics.Pairs = {}
-
-    advantages = targets.advantages
+    advantages, referred = targets.advantages, mask  # where the reference says something
     if config.distill.form != "off":
         advantages, allowed, pairs = _credit(config, stats, targets)
         keep &= allowed
+        referred = mask if config.kl_coefficient > 0 else mask & allowed
     policy = policy_loss(rule, stats.logprob, sampler, _old(config, stats, targets), advantages, mask, ids)
     per_token = policy.loss
     if config.distill.form in ("top_k", "full"):
@@ -83,7 +83,7 @@ def objective(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> t
     if config.kl_coefficient > 0 or targets.reference_logprobs is not None:
         reference = _required(targets.reference_logprobs, "reference log-probs", "objective.kl_coefficient")
         divergence = kl(config.kl_estimator, stats.logprob, reference)
-        pairs["policy/reference_kl"] = pair(mask, stop_gradient(divergence))
+        pairs["policy/reference_kl"] = pair(referred, stop_gradient(divergence))
         if config.kl_placement == "loss":
             per_token += config.kl_coefficient * divergence
     pairs |= diagnostics.bound_pairs(rule, policy, keep, mask)
@@ -138,14 +138,15 @@ def _credit(
     teacher = jnp.zeros_like(u)
     if c.filter == "agreeing":
         teacher = _required(targets.teacher_logprobs, "teacher log-probs", "objective.distill.filter")
+    allowed = distill.kept(c, targets.advantages, teacher, stats.logprob)
     pairs = {
-        "distill/utility_abs_mean": pair(mask & known, jnp.abs(u)),
+        "distill/utility_abs_mean": pair(mask & known & allowed, jnp.abs(u)),
         "distill/local_entropy": pair(mask, stop_gradient(stats.entropy)),
-        "distill/masked_vocabulary_fraction": pair(mask, ~known),
+        "distill/masked_vocabulary_fraction": pair(mask & allowed, ~known),
     }
     if targets.overlap is not None:
-        pairs["distill/topk_overlap"] = pair(mask, targets.overlap)
-    return jnp.where(known, u, 0), distill.kept(c, targets.advantages, teacher, stats.logprob), pairs
+        pairs["distill/topk_overlap"] = pair(mask & allowed, targets.overlap)
+    return jnp.where(known, u, 0), allowed, pairs
 
 
 def _reference(config: ObjectiveConfig, targets: Targets) -> Float[Array, "tokens"]:

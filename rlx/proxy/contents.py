@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.metrics.jsonl import read_json
 
 CHUNK = 1 << 24  # bytes read at once
+SETTLED_S = 2.0  # a file that was written later may be written once more at what its clock calls the same time
+ADAPTER = "adapter_config.json"
 # Keys of a config.json that say where it came from and not what the model is.
 BESIDE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path", "revision")
 
@@ -25,19 +29,39 @@ class Contents(NamedTuple):
 
 
 def read_contents(directory: Path | str) -> Contents:
-    """Reads every byte of the weights.
+    """Reads every byte of the weights, again only where a file's time or size has changed.
 
     Raises:
       FileNotFoundError: no model or adapter there. ValueError: a file that is cut short or is not safetensors.
     """
     directory = Path(directory)
-    adapter = directory / "adapter_config.json"
+    adapter = directory / ADAPTER
     described = adapter if adapter.is_file() else directory / "config.json"
     if not described.is_file():
         raise FileNotFoundError(f"{directory} has neither config.json nor adapter_config.json: it is no model")
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory} has no safetensors file")
+    stamps = tuple(_stamp(file) for file in (described, *files))
+    settled = time.time() - max(stamp.modified_ns for stamp in stamps) / 1e9 > SETTLED_S
+    return (_contents if settled else _contents.__wrapped__)(stamps)
+
+
+class _Stamp(NamedTuple):
+    file: Path
+    modified_ns: int
+    size: int
+    node: int
+
+
+def _stamp(file: Path) -> _Stamp:
+    status = file.stat()
+    return _Stamp(file.absolute(), status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+@functools.lru_cache(maxsize=64)
+def _contents(stamps: tuple[_Stamp, ...]) -> Contents:
+    described, files = stamps[0].file, [stamp.file for stamp in stamps[1:]]
     config = read_json(described)
     digest = hashlib.sha256(_canonical({k: v for k, v in config.items() if k not in BESIDE}))
     tensors = [entry for file in files for entry in _entries(file)]
@@ -46,7 +70,7 @@ def read_contents(directory: Path | str) -> Contents:
         _update(digest, entry)
     parameters = sum(math.prod(entry.shape) for entry in tensors)
     size = sum(entry.end - entry.start for entry in tensors)
-    base = str(config.get("base_model_name_or_path") or "") if described == adapter else ""
+    base = str(config.get("base_model_name_or_path") or "") if described.name == ADAPTER else ""
     return Contents(digest.hexdigest(), parameters, size, base)
 
 

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlx.envs.vocabulary import read_vocabulary
 from rlx.metrics.jsonl import write_json
 from rlx.proxy.contents import Contents, joined, read_contents
+from rlx.proxy.vocabulary import vocabulary_hash
 
 FILE, FORMAT = "signal.json", 1
 
@@ -61,8 +63,10 @@ class Signal:
 def read_part(path: str, adapter: str = "") -> Part:
     """A model, or an adapter on it; `path` itself may be an adapter, whose config names its base.
 
-    Raises FileNotFoundError or ValueError for directories that are not there or damaged.
+    Paths are made absolute: an artefact is used from other directories too. Raises FileNotFoundError or ValueError for
+    directories that are not there or damaged.
     """
+    path, adapter = (str(Path(p).absolute()) if p else "" for p in (path, adapter))
     found = read_contents(path)
     if found.adapter_of:
         return read_part(found.adapter_of, path)
@@ -110,7 +114,7 @@ def read_signal(directory: Path | str) -> Signal:
 
 
 def check_models(signal: Signal) -> None:
-    """Raises SignalError where base or expert are gone or not what they were."""
+    """Raises SignalError where base, expert or tokenizer are gone or not what they were."""
     for role, part in (("base", signal.base), ("expert", signal.expert)):
         try:
             now = read_part(part.path, part.adapter)
@@ -122,6 +126,15 @@ def check_models(signal: Signal) -> None:
                 f"signal {signal.name}: its {role} in {where} has changed since: its content is {now.hash[:12]}, the "
                 f"signal was made of {part.hash[:12]}; create the signal again"
             )
+    try:
+        tokenizer = vocabulary_hash(read_vocabulary(signal.base.path))
+    except (OSError, ValueError) as error:
+        raise SignalError(f"signal {signal.name}: its base has no tokenizer that can be read: {error}") from error
+    if tokenizer != signal.tokenizer_hash:
+        raise SignalError(
+            f"signal {signal.name}: the tokenizer in {signal.base.path} has changed since: {tokenizer[:12]}, the "
+            f"signal was made with {signal.tokenizer_hash[:12]}; create the signal again"
+        )
 
 
 def find_signals(directories: list[str]) -> list[tuple[str, Signal | SignalError]]:

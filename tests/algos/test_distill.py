@@ -150,6 +150,23 @@ def test_filters_keep_the_rewarded_or_the_agreeing(name, expected):
     np.testing.assert_array_equal(got, expected)
 
 
+def test_metrics_are_of_the_tokens_that_a_filter_keeps():
+    """The others were not scored: what stands for their scores must not enter a mean."""
+    expert, base, reference = draw(3)
+    config = config_of("sampled", filter="rewarded")
+    targets = targets_of(config, reference + 0.1, expert, base, reference)
+    rewarded = jnp.arange(targets.mask.size) % 2 == 0
+    targets = dataclasses.replace(targets, advantages=1.0 * rewarded)
+    zeros = {name: jnp.where(rewarded, getattr(targets, name), 0) for name in ("signal", "reference_logprobs")}
+    logits = jnp.roll(reference, 1, 0)
+    measured = jax.jit(loss_and_metrics, static_argnums=0)
+    _, scored = measured(config, logits, targets)
+    _, filled = measured(config, logits, dataclasses.replace(targets, **zeros))
+    for name in ("policy/reference_kl", "distill/utility_abs_mean"):
+        assert filled.values()[name] == pytest.approx(float(scored.values()[name])), name
+        assert filled.values()[name] > 0
+
+
 def test_signals_combine_by_weight_or_by_vote():
     signals = jnp.asarray([[1.0, 1.0, -2.0], [1.0, -3.0, -1.0], [0.5, 1.0, 1.0]])
     weighted = config_of("sampled", weights=(1.0, 1.0, 2.0)).distill

@@ -1,12 +1,16 @@
 """The artefact: content hashes, the checksum, and what is refused."""
 
 import json
+import os
 import shutil
+import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from rlx.envs.vocabulary import read_vocabulary
+from rlx.proxy import contents
 from rlx.proxy.contents import read_contents
 from rlx.proxy.signal import (
     FILE,
@@ -19,6 +23,7 @@ from rlx.proxy.signal import (
     write_signal,
 )
 from rlx.proxy.vocabulary import VocabularyError, shared_ids, vocabulary_hash
+from tests import tiny_tokenizer
 
 
 def write_model(directory, seed=0, **config):
@@ -39,13 +44,16 @@ def write_adapter(directory, base):
 
 @pytest.fixture
 def models(tmp_path):
-    return write_model(tmp_path / "base"), write_model(tmp_path / "expert", 1)
+    tiny_tokenizer.build(write_model(tmp_path / "base"))
+    return tmp_path / "base", write_model(tmp_path / "expert", 1)
 
 
 @pytest.fixture
 def signal(models):
     base, expert = (read_part(str(path)) for path in models)
-    return Signal("s", base, expert, "tokens", 260, 1.0, {"updates": 3}, {"seconds": 2.0}, "2026-01-01")
+    vocabulary = read_vocabulary(base.path)
+    tokens = vocabulary_hash(vocabulary), len(vocabulary)
+    return Signal("s", base, expert, *tokens, 1.0, {"updates": 3}, {"seconds": 2.0}, "2026-01-01")
 
 
 def test_a_hash_is_of_the_content_however_it_is_cut_or_named(models, tmp_path):
@@ -112,6 +120,48 @@ def test_a_model_that_has_changed_or_gone_is_refused(signal, models):
     truncated(base / "model.safetensors")
     with pytest.raises(SignalError, match=r"its base cannot be read.*cut short"):
         check_models(signal)
+
+
+def test_a_tokenizer_that_has_changed_or_gone_is_refused(signal, models):
+    base, _ = models
+    file = base / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["7"] = vocabulary["7"], vocabulary["3"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(SignalError, match=r"the tokenizer in .*base has changed since"):
+        check_models(signal)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).unlink(missing_ok=True)
+    with pytest.raises(SignalError, match="its base has no tokenizer"):
+        check_models(signal)
+
+
+def test_paths_are_absolute_so_that_a_signal_is_found_from_elsewhere(models, monkeypatch):
+    base, _ = models
+    monkeypatch.chdir(base.parent)
+    assert read_part("base") == read_part(str(base))
+
+
+def test_weights_that_lie_still_are_read_once(models, monkeypatch):
+    base, _ = models
+    reads = []
+    original = contents._update
+    monkeypatch.setattr(contents, "_update", lambda digest, entry: (reads.append(entry), original(digest, entry)))
+    weights = base / "model.safetensors"
+
+    def aged(seconds):
+        for file in (weights, base / "config.json"):
+            os.utime(file, (time.time() - seconds,) * 2)
+
+    aged(100)
+    first = read_contents(base)
+    assert read_contents(base) == first
+    assert len(reads) == 3
+    save_file({"layer.0": np.ones((3, 4), np.float32)}, weights)
+    aged(50)
+    assert read_contents(base).hash != first.hash
+    assert len(reads) == 4
 
 
 def test_signals_are_found_and_damaged_ones_named(signal, tmp_path):

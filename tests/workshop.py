@@ -27,8 +27,8 @@ LIMITS = SandboxLimits(
 )
 
 
-def sandboxes(kind: Literal["bubblewrap", "subprocess"] = "bubblewrap") -> Sandboxes:
-    return Sandboxes(SandboxConfig(kind, 16, 0, "", (), "", "", LIMITS))
+def sandboxes(kind: Literal["bubblewrap", "subprocess"] = "bubblewrap", max_running: int = 0) -> Sandboxes:
+    return Sandboxes(SandboxConfig(kind, 16, max_running, "", (), "", "", LIMITS))
 
 
 @contextlib.asynccontextmanager

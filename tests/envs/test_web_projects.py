@@ -20,6 +20,7 @@ from rlx.envs.web.project import (
     tasks_of,
 )
 from rlx.envs.web.site import site_of
+from rlx.sandbox.base import SandboxError
 from tests.workshop import sandboxes, tar, workshop
 
 PROJECTS = {project.name: project for project in read_projects()}
@@ -149,6 +150,51 @@ def test_a_page_cannot_forge_its_checks_or_stop_them(monkeypatch):
     assert "2 pages before it hung" in grade.detail
 
 
+DEEP, SPARSE = "mkdir -p " + "d/" * 60, "truncate -s 8000000 x y z"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command, said",
+    [(DEEP, "directories more than 48 deep"), (SPARSE, "bytes long, more than sandbox.limits.disk_bytes")],
+)
+def test_a_workspace_that_cannot_be_judged_is_worth_nothing(command, said):
+    told, grade = session(
+        call("run", command=command),
+        call("run", command="a\0b"),
+        call("read_file", path="\ud800"),
+        call("write_file", path="a", content="\ud800"),
+        call("run", command="printf x > $(printf 'a\\377')"),
+        call("list_files"),
+    )
+    assert all(text.startswith("error: ") for text in told[2:4])
+    assert told[4] == "wrote a"
+    assert told[6].encode()
+    assert (grade.reward, grade.outcome) == (0.0, Outcome.GRADED)
+    assert said in grade.detail
+
+
+@pytest.mark.slow
+def test_a_sandbox_that_fails_in_a_page_s_request_is_no_verdict():
+    class Broken:
+        async def respond(self, asked):
+            raise SandboxError("it fell over")
+
+        async def restart(self):
+            return None
+
+    @contextlib.asynccontextmanager
+    async def opened():
+        yield Broken()
+
+    async def main():
+        async with workshop(SMALL) as shop:
+            with pytest.raises(SandboxError, match="it fell over"):
+                await run_checks(shop.browser, opened, SMALL.steps[0].checks)
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_a_browser_that_fails_is_no_verdict():
     _, grade = session(break_browser=True)
@@ -200,6 +246,38 @@ HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
 def test_a_server_that_does_wrong_is_answered_for(server):
     [answer] = site({"server.py": server.encode()}, "/", kind="bubblewrap")
     assert answer.status == 502
+
+
+DAEMON = """
+import os, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+seen = []
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        seen.append(1)
+        self.send_response(200); self.end_headers()
+        self.wfile.write(str(len(seen)).encode())
+if os.fork() == 0:
+    os.setsid()
+    HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+time.sleep(1000)
+"""
+
+
+def test_a_server_needs_no_turn_and_nothing_of_it_outlives_a_restart():
+    asked = Asked("GET", "/", {}, b"")
+
+    async def main():
+        async with sandboxes(max_running=1) as opened:
+            busy = asyncio.create_task((await opened.open()).run(["sleep", "60"]))
+            async with site_of(tar({"server.py": DAEMON.encode()}), opened) as served:
+                seen = [await served.respond(asked), await served.respond(asked)]
+                await served.restart()
+                seen.append(await served.respond(asked))
+            busy.cancel()
+            return [answer.body for answer in seen]
+
+    assert asyncio.run(main()) == [b"1", b"2", b"1"]
 
 
 @pytest.mark.slow

@@ -95,16 +95,22 @@ def load_model(config: Config, *, on_mesh: bool = False) -> Model:
             "(vocab_size in config.json): they are of different models"
         )
     placement = trainer_placement(config, arch) if on_mesh else None
+    params = load_params(config, arch, placement)
+    gather = _as_it_is if placement is None else _gather(config, placement, params)
+    return Model(arch, params, tokenizer, files.fingerprint(path), placement, gather)
+
+
+def load_params(config: Config, arch: Architecture, placement: Placement | None) -> Params:
+    """Those of `config.model`, on one device or on a mesh. Raises ValueError or OSError."""
+    path, dtype = config.model.path, config.model.dtype
     if placement is None:
-        params = jax.tree.map(jnp.asarray, hf.load_params(path, arch, config.model.dtype))
-        return Model(arch, params, tokenizer, files.fingerprint(path))
-    params = load_sharded(path, arch, config.model.dtype, shardings(param_specs(arch), arch, placement))
-    return Model(arch, params, tokenizer, files.fingerprint(path), placement, _gather(config, placement, params))
+        return jax.tree.map(jnp.asarray, hf.load_params(path, arch, dtype))
+    return load_sharded(path, arch, dtype, shardings(param_specs(arch), arch, placement))
 
 
 def _gather(config: Config, placement: Placement, params: Params) -> Callable[[Params], Params]:
-    """An engine in this process has one device. What goes to servers or files from one process need not be gathered:
-    it leaves the mesh tensor by tensor."""
+    """An engine in this process has one device. What goes to servers, or from one process to files, need not be
+    gathered: it leaves the mesh tensor by tensor."""
     lasting = params if config.lora.rank else {}
     if jax.process_index():
         return Gather(placement, lasting, "nowhere")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx import assemble
@@ -18,7 +18,6 @@ from rlx.audit_engine import WORST, Reference, audit_engine, audit_start, check
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.metrics.attribution import TOLERANCE
-from rlx.models import hf
 from rlx.models.hf_names import hf_tensors
 from rlx.models.spec import Params
 from rlx.probing import Policy, logprobs
@@ -30,7 +29,7 @@ from rlx.sync.disk import Disk
 from rlx.sync.distributed import Distributed, GroupOptions
 from rlx.sync.lora import AdapterBridge, AdapterLink, Probe, Send
 from rlx.sync.naming import served_layout_unsupported_reason
-from rlx.sync.staging import Staging
+from rlx.sync.staging import Staged, Staging
 from rlx.sync.tensor import Tensor
 
 
@@ -51,24 +50,62 @@ def check_adapters(config: Config, model: assemble.Model) -> None:
         )
 
 
-def published(config: Config, model: assemble.Model, trainable: Params) -> Params:
-    """What is published of a learner's state: the adapter, or all parameters with it merged in."""
-    return model.gather(trainable if publishes_adapter(config) else assemble.policy_params(config, model, trainable))
+def published(
+    config: Config, model: assemble.Model, trainable: Params, version: int, staging: Staging | None
+) -> Params | Staged | None:
+    """What is published of a learner's state: the adapter, or all parameters with it merged in.
+
+    Where several processes hold the parameters they are staged here, tensor by tensor, and no process has them whole;
+    all of them call this, and the first one gets what it wrote. Raises what `Staging.stage` does.
+    """
+    if publishes_adapter(config):
+        return model.gather(trainable)
+    policy = assemble.policy_params(config, model, trainable)
+    if staging is None or jax.process_count() == 1:
+        return model.gather(policy)
+    return staging.stage(policy, version)
 
 
-def make_bridge(config: Config, model: assemble.Model, directory: Path) -> Bridge | AdapterBridge:
-    """directory: of the run. Raises OSError where versions cannot be written.
+def _place(config: Config, directory: Path) -> Path:
+    shared = config.inference.weights_directory
+    return Path(shared) / config.run.name if shared else directory / "weights"
 
-    The probe of an adapter is computed by one process, so there is none where a trainer has several.
+
+def make_staging(config: Config, model: assemble.Model, directory: Path) -> Staging | None:
+    """Where versions of all parameters become files for servers; None where none do. directory: of the run.
+
+    Raises OSError where they cannot be written.
+    """
+    if config.engine.kind == "local" or publishes_adapter(config):
+        return None
+    return Staging(
+        _place(config, directory),
+        model.arch,
+        config.model.dtype,
+        bucket_bytes=config.inference.bucket_mib << 20,
+        durable=config.inference.transport == "disk",
+        for_cpu=config.inference.device == "cpu",
+    )
+
+
+def make_bridge(
+    config: Config, model: assemble.Model, directory: Path, staging: Staging | None
+) -> Bridge | AdapterBridge:
+    """staging: of `make_staging`; None: adapters are published. Raises OSError where those cannot be written.
+
+    The probe of an adapter is computed by one process, so there is none where a trainer has several: a warning says so.
     """
     inference = config.inference
-    place = (
-        Path(inference.weights_directory) / config.run.name if inference.weights_directory else directory / "weights"
-    )
-    if publishes_adapter(config):
+    if staging is None:
+        if jax.process_count() > 1:
+            warnings.warn(
+                f"adapters are not checked after publications: one of {jax.process_count()} processes cannot compute "
+                "what servers should say of a text",
+                stacklevel=2,
+            )
         send: Send = "disk" if inference.transport == "disk" else "tensor"
         return AdapterBridge(
-            place,
+            _place(config, directory),
             model.arch,
             config.lora,
             config.model.path,
@@ -77,14 +114,6 @@ def make_bridge(config: Config, model: assemble.Model, directory: Path) -> Bridg
             ranks=inference.tensor_parallel,
             timeout_s=config.producer.load_timeout_s,
         )
-    staging = Staging(
-        place,
-        model.arch,
-        config.model.dtype,
-        bucket_bytes=inference.bucket_mib << 20,
-        durable=inference.transport == "disk",
-        for_cpu=inference.device == "cpu",
-    )
     return Bridge(staging, partial(_transport, config))
 
 
@@ -151,9 +180,7 @@ def _reference(config: Config, model: assemble.Model, trainable: Params, version
     policy = assemble.policy_params(config, model, trainable)
     known = Policy("published", model.arch, policy, version)
     # A run that trains every parameter keeps none beside them.
-    params = model.params or jax.tree.map(
-        jnp.asarray, hf.load_params(config.model.path, model.arch, config.model.dtype)
-    )
+    params = model.params or assemble.load_params(config, model.arch, model.placement)
     return Reference(known, Policy("base", model.arch, params, 0), audit_texts(config))
 
 

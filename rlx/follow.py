@@ -6,6 +6,7 @@ process 0's alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +24,10 @@ from rlx.learner.state import LearnerState
 from rlx.learner.step import StepConfig, compile_update, update
 from rlx.parallel import runtime
 from rlx.processes import Follower
+from rlx.run import learner_parts
 from rlx.scoring import score
+from rlx.sync.manifest import StagingError
+from rlx.sync.staging import Staging
 
 
 @dataclasses.dataclass
@@ -35,6 +39,7 @@ class Own:
     optimizer: optax.GradientTransformation
     step: StepConfig
     checkpoints: Checkpoints
+    staging: Staging | None
     state: LearnerState
 
 
@@ -66,17 +71,21 @@ def follow(config: Config, leader: Follower) -> int:
 
 def begin(config: Config) -> Own:
     """As `rlx.run.open_training` begins."""
-    model = assemble.load_model(config, on_mesh=True)
-    optimizer = assemble.make_optimizer(config.learner)
-    state = assemble.fresh_state(config, model)
-    checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint.keep)
-    if checkpoints.latest_step is not None:
-        state = checkpoints.restore(state).state
-    model = model if config.lora.rank else dataclasses.replace(model, params={})
-    step, packing = assemble.shapes(config, model)
-    (padding,) = assemble.device_batch(pack([], packing), model.placement)
-    compile_update(step, optimizer, state, model.params, padding)
-    return Own(config, model, optimizer, step, checkpoints, state)
+    model, optimizer, state, checkpoints = learner_parts(config)
+    step, _ = assemble.shapes(config, model)
+    staging = bridges.make_staging(config, model, config.run.path)
+    return Own(config, model, optimizer, step, checkpoints, staging, state)
+
+
+def _restore(own: Own, checkpoint: int | None) -> None:
+    """Process 0 says from which step: a shared file system may not show the newest one everywhere yet."""
+    if checkpoint is not None:
+        own.state = own.checkpoints.restore(own.state, checkpoint).state
+    if not own.config.lora.rank:
+        own.model = dataclasses.replace(own.model, params={})
+    _, packing = assemble.shapes(own.config, own.model)
+    (padding,) = assemble.device_batch(pack([], packing), own.model.placement)
+    compile_update(own.step, own.optimizer, own.state, own.model.params, padding)
 
 
 def _update(own: Own, packed: PackedBatch) -> None:
@@ -85,7 +94,8 @@ def _update(own: Own, packed: PackedBatch) -> None:
 
 
 def _published(own: Own) -> None:
-    bridges.published(own.config, own.model, own.state.trainable)
+    with contextlib.suppress(StagingError):  # process 0 finds the same, and says so
+        bridges.published(own.config, own.model, own.state.trainable, int(own.state.version), own.staging)
 
 
 def _policy(own: Own) -> None:
@@ -106,6 +116,7 @@ def _close(own: Own) -> None:
 
 ORDERS: dict[str, Callable[..., None]] = {
     "begin": lambda own: None,
+    "restore": _restore,
     "update": _update,
     "published": _published,
     "policy": _policy,

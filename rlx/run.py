@@ -116,7 +116,7 @@ class Run:
     def policy(self) -> Any:
         """What engines should be given now."""
         self.peers.tell("published")
-        return bridges.published(self.config, self.model, self.state.trainable)
+        return bridges.published(self.config, self.model, self.state.trainable, self.version, self.serving.staging)
 
     def publish(self, feed: Feed, since: int) -> None:
         """Engines serve what an update made of version `since`: nothing new where it was not finite."""
@@ -222,6 +222,26 @@ def refuse_to_overwrite(directory: RunDirectory) -> None:
         )
 
 
+class LearnerParts(NamedTuple):
+    """What each process of a trainer has of the learner."""
+
+    model: assemble.Model
+    optimizer: optax.GradientTransformation
+    state: LearnerState
+    checkpoints: Checkpoints
+
+
+def learner_parts(config: Config) -> LearnerParts:
+    """As they are before the first update. All processes do the same here: they wait for each other.
+
+    Raises what `rlx.assemble.load_model` does, CheckpointError for a directory that cannot be used.
+    """
+    model = assemble.load_model(config, on_mesh=True)
+    state = assemble.fresh_state(config, model)
+    checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint.keep)
+    return LearnerParts(model, make_optimizer(config.learner), state, checkpoints)
+
+
 class Beginning(NamedTuple):
     """Where a run goes on from."""
 
@@ -300,14 +320,12 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
         group = stack.enter_context(started_servers(config, directory.path))  # they start while the model is read
         peers.watch(preemption.request)
         peers.tell("begin")
-        model = assemble.load_model(config, on_mesh=True)
-        assemble.check_prompts(config, model.tokenizer, tasks)
-        environments = stack.enter_context(entered(Environments(config, model.tokenizer, graders), preemption))
-        optimizer = make_optimizer(config.learner)
-        state = assemble.fresh_state(config, model)
-        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
+        model, optimizer, state, checkpoints = learner_parts(config)
         stack.callback(checkpoints.close)
         stack.callback(peers.tell, "close")  # before
+        assemble.check_prompts(config, model.tokenizer, tasks)
+        environments = stack.enter_context(entered(Environments(config, model.tokenizer, graders), preemption))
+        peers.tell("restore", checkpoints.latest_step)
         begin = beginning(config, directory, checkpoints, state, model, held_out, stream)
         state = begin.state
         step, packing, frozen = scored_shapes(config, model, stack)

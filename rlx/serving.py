@@ -30,6 +30,7 @@ from rlx.rollout.timing import TimedReplica, Trace
 from rlx.sync.bridge import Bridge, Link
 from rlx.sync.lora import AdapterBridge, AdapterLink
 from rlx.sync.publisher import Publisher
+from rlx.sync.staging import Staging
 
 Prepare = Callable[[Any, int], Awaitable[Any]]
 
@@ -40,6 +41,7 @@ class Serving:
 
     engine: for collections and evaluations; of servers, one that asks again where one of them fails.
     occupancy: since it was asked last (servers) or since the start; a producer asks by itself.
+    staging: of what is published, None where that is not staged, or an adapter.
     trace: gets the records of answers and loads (`rlx.rollout.timing`) once somebody wants them.
     """
 
@@ -49,6 +51,7 @@ class Serving:
     occupancy: Callable[[], float]
     servers: tuple[SglangEngine, ...] = ()
     prepare: Prepare | None = None
+    staging: Staging | None = None
     trace: Trace | None = None
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -137,7 +140,8 @@ def open_serving(
     """
     group, preemption = place.group, place.preemption
     bridges.check_adapters(config, model)  # before minutes are spent on servers
-    policy = bridges.published(config, model, trainable)
+    staging = bridges.make_staging(config, model, place.directory)
+    policy = bridges.published(config, model, trainable, version, staging)
     if config.engine.kind == "local":
         serving = embedded(config, model, policy, version, ledger)
         with _ending(lambda: preemption.finish(_close(serving, []))):
@@ -145,7 +149,7 @@ def open_serving(
         return
     if group is not None:
         servers.wait_ready(group.servers, config.inference.ready_timeout_s, preemption.check)
-    bridge = bridges.make_bridge(config, model, place.directory)
+    bridge = bridges.make_bridge(config, model, place.directory, staging)
     urls = list(config.inference.addresses) if group is None else group.urls
     links = [bridge.link() for _ in urls]
     engines = [_engine(config, model, url, link, version) for url, link in zip(urls, links, strict=True)]
@@ -153,6 +157,7 @@ def open_serving(
     with _ending(lambda: preemption.finish(_disconnect(dict.fromkeys([*engines, *asked]), bridge))):
         serve = _serve(config, engines, asked, bridge, policy, version, ledger, place)
         serving, keepers = preemption.finish(serve)
+        serving.staging = staging
         with _ending(lambda: preemption.finish(_close(serving, keepers))):
             if config.audit.at_start:
                 preemption.finish(bridges.audit_transport(engines, links, serving.fleet.weights, version))

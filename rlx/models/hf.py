@@ -25,6 +25,7 @@ from rlx.models.files import new_directory, read_json, write_json
 from rlx.models.hf_config import architecture_config, read_config
 from rlx.models.hf_names import HfTensor, found_names, hf_tensors
 from rlx.models.spec import param_specs
+from rlx.parallel.gather import piece
 
 __all__ = ["HfTensor", "hf_tensors", "load_params", "read_architecture", "save_params", "to_hf"]
 
@@ -73,7 +74,7 @@ def to_hf(arch: Architecture, params: Params) -> Iterator[tuple[str, Any]]:
     """(name, array) of every tensor, in the array library of `params`: numpy leaves give views, jax leaves slices."""
     flat = traverse_util.flatten_dict(params, sep="/")
     for name, tensor in hf_tensors(arch).items():
-        array = flat[tensor.path][tensor.part]
+        array = piece(flat[tensor.path], tensor.part)
         yield name, (array.swapaxes(-1, -2) if tensor.transposed else array).reshape(tensor.shape)
 
 

@@ -10,6 +10,7 @@ that two versions share are known by their identity, as LoRA's merge leaves them
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -84,6 +85,8 @@ class Staging:
         known = for_cpu and served_layout_unsupported_reason(self._tensors) is None
         self._parts = served_parts(self._tensors) if known else {}
         self._last: tuple[Staged, Leaves] | None = None
+        if jax.process_index():
+            return  # the first one writes
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".v*"):
             shutil.rmtree(left)
@@ -107,7 +110,11 @@ class Staging:
             for _ in arrays:
                 continue
             return None
-        staged = self._write(version, linked, files, arrays)
+        try:
+            staged = self._write(version, linked, files, arrays)
+        finally:
+            if jax.process_count() > 1:  # the others gather all of them, whatever became of this one's disk
+                collections.deque(arrays, maxlen=0)
         self._last = staged, Leaves(params)
         return staged
 

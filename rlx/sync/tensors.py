@@ -1,7 +1,7 @@
 """From a parameter tree on devices to the tensors of a checkpoint on the host, one after the other.
 
-At no time does one device hold more than it did: an array's shards go to the host one by one, and an array on several
-hosts is gathered alone. The host holds what the caller keeps.
+A device holds a few tensors more than it did, never a stack of layers or a shard of one: tensors are taken out of an
+array on several devices one by one, and those of several hosts gathered alone. The host holds what the caller keeps.
 """
 
 from __future__ import annotations
@@ -51,8 +51,13 @@ def check_params(arch: Architecture, params: Params) -> None:
 
 
 @jax.jit
-def _finite(leaves: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {path: jnp.isfinite(leaf).all() for path, leaf in leaves.items()}
+def _finite(leaf: Any) -> Any:
+    return jnp.isfinite(leaf).all()
+
+
+def _is_finite(leaf: Any) -> Any:
+    """On the devices that have it; of the host it stays there."""
+    return np.isfinite(leaf).all() if isinstance(leaf, np.ndarray) else _finite(leaf)
 
 
 def check_finite(flat: Mapping[str, Any]) -> None:
@@ -60,7 +65,8 @@ def check_finite(flat: Mapping[str, Any]) -> None:
     for path, leaf in flat.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise StagingError(f"{path} has type {leaf.dtype}: weights are floating-point numbers")
-    bad = sorted(path for path, good in jax.device_get(_finite(dict(flat))).items() if not good)
+    found = jax.device_get({path: _is_finite(leaf) for path, leaf in flat.items()})
+    bad = sorted(path for path, good in found.items() if not good)
     if bad:
         raise StagingError(f"{bad[:MAX_NAMED]} hold NaN or infinity: they are not published")
 

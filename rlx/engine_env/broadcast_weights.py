@@ -8,6 +8,7 @@ input, in JSON, and answers with a line each: {"ok": true} or {"ok": false, "err
     {"op": "join", "group": NAME, "backend": "gloo" | "nccl", "address": HOST, "port": PORT, "world": RANKS,
      "seconds": SECONDS}
     {"op": "send", "path": FILE, "offset": BYTES, "count": BYTES}
+    {"op": "leave"}
 """
 
 import datetime
@@ -17,7 +18,7 @@ import os
 import sys
 
 import torch
-from torch.distributed import Backend, PrefixStore, broadcast, rendezvous
+from torch.distributed import Backend, PrefixStore, broadcast, destroy_process_group, rendezvous
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 
@@ -56,6 +57,8 @@ def main():
                 group, device = join(**command)
             elif operation == "send":
                 send(group, device, **command)
+            elif operation == "leave":
+                destroy_process_group(group)
             else:
                 raise ValueError(f"no operation {operation!r}")
             answer: dict[str, object] = {"ok": True}

@@ -19,20 +19,32 @@ import threading
 import time
 import types
 
-CPU, LORA, ATTACHED = "RLX_SERVE_CPU", "RLX_SERVE_LORA", "RLX_SERVE_ATTACHED"
+CPU, LORA, PARENT = "RLX_SERVE_CPU", "RLX_SERVE_LORA", "RLX_SERVE_PARENT"
 KEYS = {"RLX_API_KEY": "--api-key", "RLX_ADMIN_API_KEY": "--admin-api-key"}
 IS_MAIN = __name__ == "__main__"
 
 
 def end_with_parent():
-    """Watched by its pid: unlike PR_SET_PDEATHSIG it is the process that counts, not the thread that started this."""
-    parent = os.getppid()
+    """Watched by its pid: unlike PR_SET_PDEATHSIG it is the process that counts, not the thread that started this.
+
+    The pid is what the parent wrote into the environment: one that is gone by now has been replaced in `getppid`. ""
+    says that nobody is to be watched; processes that are started from here watch this one in any case.
+    """
+    said = os.environ.get(PARENT, "")
+    os.environ[PARENT] = str(os.getpid())
+    if not said:
+        return
+
+    def end_without_parent():
+        if os.getppid() != int(said):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def watch():
-        while os.getppid() == parent:
+        while True:
+            end_without_parent()
             time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGKILL)
 
+    end_without_parent()  # before anything else is done
     threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
 
 
@@ -98,10 +110,9 @@ def without_pinned_memory():
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
 
 
+end_with_parent()
 if IS_MAIN:
     describe_to_children()
-if not IS_MAIN or os.environ.get(ATTACHED) == "1":
-    end_with_parent()
 if os.environ.get(CPU) == "1":
     import torch
 

@@ -93,7 +93,7 @@ def start(spec: ServerSpec) -> Server:
         raise ServerFailed(f"port {spec.port} of {spec.host} is taken: stop what listens there, or give another port")
     spec.log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, **spec.environment}
-    environment["RLX_SERVE_ATTACHED"] = str(int(spec.attached))
+    environment["RLX_SERVE_PARENT"] = str(os.getpid()) if spec.attached else ""
     # Variables of the trainer's own environment would make the other Python look for packages in the wrong place.
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         environment.pop(name, None)

@@ -139,6 +139,8 @@ class SglangHttp:
 
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, admin: bool) -> bytes:
         url = self.server.url.rstrip("/") + path
+        if timeout_s <= 0:  # woken late from the wait before it; aiohttp would take it for no limit at all
+            raise EngineError(f"{url}: its time was up before it was sent", reason="timeout")
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.server.connect_timeout_s)
         try:
             async with self._open().request(

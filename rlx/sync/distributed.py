@@ -27,6 +27,7 @@ from rlx.sync.staging import Staged
 
 SCRIPT = Path(__file__).resolve().parents[1] / "engine_env" / "broadcast_weights.py"
 END_S = 30.0  # for a killed process to be gone, on a busy machine
+LEAVE_S = 30.0  # for an engine to give up its end of a group
 _GROUPS = itertools.count()
 
 
@@ -47,18 +48,22 @@ class Distributed:
     def __init__(self, options: GroupOptions):
         self.options = options
         self._sender: _Sender | None = None
+        self._http: SglangHttp | None = None  # of the engine in the group
         self._group = ""
+        self._broken = False  # the group is not whole, or an end of it may wait for the other
 
     async def connect(self, http: SglangHttp) -> None:
         """Make the group, where there is none."""
         if self._sender is None:
-            self._sender = await _Sender.start(self.options.python)
+            self._sender, self._http, self._broken = await _Sender.start(self.options.python), http, True
             await self._join(http, self._sender)
+            self._broken = False
 
     async def deliver(self, http: SglangHttp, staged: Staged, files: Sequence[str]) -> None:
         sender, manifest = self._sender, staged.manifest
         if sender is None:
             raise EngineError(f"{http.server.url} was sent weights over a group that it has not joined", reason="load")
+        self._broken = True
         async with update_session(http, self.options.timeout_s):
             for i, file in enumerate(files):
                 last = i + 1 == len(files)
@@ -74,12 +79,25 @@ class Distributed:
                 }
                 call = http.command("/update_weights_from_distributed", command, timeout_s=self.options.timeout_s)
                 await _both(call, sender.ask(**_stretch(staged.path / file, entries)))
+        self._broken = False
 
     async def forget(self) -> None:
-        """Leave the group. An engine that waits for a broadcast in it is told by the connection's end."""
-        if self._sender is not None:
-            await self._sender.close()
-            self._sender = None
+        """Leave the group, and have the engine give up its end, which it would keep for as long as it runs.
+
+        An engine that waits for a broadcast is told by the connection's end. One that does not answer is left alone.
+        """
+        sender, http, self._sender = self._sender, self._http, None
+        if sender is None or http is None:
+            return
+        try:
+            if self._broken:
+                await sender.close()
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    call = http.command("/destroy_weights_update_group", {"group_name": self._group}, timeout_s=LEAVE_S)
+                    await (call if self._broken else _both(call, sender.ask(op="leave")))
+        finally:
+            await sender.close()
 
     async def _join(self, http: SglangHttp, sender: _Sender) -> None:
         options = self.options

@@ -17,6 +17,7 @@ import json
 import shutil
 import struct
 import uuid
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ from rlx.sync.torch_pickle import tensors_by_name
 
 Send = Literal["disk", "tensor"]
 CLOSE_S = 30.0  # for a server to unload what it has of a run that ends
+CLEAR_S = 30.0  # for it to unload what nobody can use; one that hangs is asked again before the next load
+UNLOAD_S = 3600.0  # for the requests under an adapter to end
+ABSENT = ("bad_request", "refused")  # what a server answers that does not have the adapter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,6 +78,7 @@ class AdapterBridge:
       directory: for the adapters, theirs alone; with send = "disk" on a file system that the engines share.
       base_path: what the adapter was trained on, and the engines serve.
       keep: adapters that stay loaded, and on the disk, for the requests that began with them.
+      probe: None checks nothing of what an engine makes of an adapter; a warning says so.
       ranks: of an engine; with send = "tensor" each gets a copy.
       timeout_s: for an engine to load an adapter, and again to answer the probe.
     """
@@ -98,6 +103,9 @@ class AdapterBridge:
         self._staging = asyncio.Lock()
         self._staged: tuple[StagedAdapter, Leaves] | None = None
         directory.mkdir(parents=True, exist_ok=True)
+        if probe is None:
+            said = "adapters are not checked after publications: only a trainer of one process has log-probs to compare"
+            warnings.warn(said, stacklevel=2)
 
     def link(self) -> AdapterLink:
         """The loader of one engine (`rlx.rollout.sglang.Loader`)."""
@@ -140,6 +148,8 @@ class AdapterLink:
         self._token = uuid.uuid4().hex[:6]
         self._count = itertools.count()
         self._loaded: deque[str] = deque()  # oldest first
+        self._alone = asyncio.Lock()
+        self._unsure: list[str] = []  # the server may have them, and no request will name them
         self._unloading: asyncio.Task[None] | None = None
         self._http: SglangHttp | None = None
 
@@ -150,18 +160,11 @@ class AdapterLink:
             await asyncio.to_thread(check_adapter_files, staged)
         except (StagingError, OSError) as error:
             raise EngineError(f"version {version} is not published: {error}", reason="staging") from error
-        name, self._http = f"{adapter_name(version)}-{self._token}{next(self._count)}", http
-        path, body = await asyncio.to_thread(_command, self.bridge.send, staged, name, self.bridge.ranks)
-        await http.command(path, body, timeout_s=self.bridge.timeout_s)
-        try:
-            if self.bridge.probe is not None:
-                await check_probe(http, name, self.bridge.probe, staged.expected, self.bridge.timeout_s)
-        except BaseException:
-            with contextlib.suppress(EngineError):
-                await _unload(http, name)
-            raise
-        self._loaded.append(name)
-        self._retire(http)
+        async with self._alone:
+            name, self._http = f"{adapter_name(version)}-{self._token}{next(self._count)}", http
+            await self._clear(http)
+            await self._load(http, staged, name)
+            self._retire(http)
         return name
 
     async def close(self) -> None:
@@ -172,8 +175,22 @@ class AdapterLink:
             async with asyncio.timeout(CLOSE_S):
                 if self._unloading is not None:
                     await self._unloading
+                await self._clear(self._http)
                 while self._loaded:
                     await self._unload_oldest(self._http)
+
+    async def _load(self, http: SglangHttp, staged: StagedAdapter, name: str) -> None:
+        path, body = await asyncio.to_thread(_command, self.bridge.send, staged, name, self.bridge.ranks)
+        self._unsure.append(name)  # a load that loses its answer may have succeeded
+        try:
+            await http.command(path, body, timeout_s=self.bridge.timeout_s)
+            if self.bridge.probe is not None:
+                await check_probe(http, name, self.bridge.probe, staged.expected, self.bridge.timeout_s)
+        except BaseException:
+            await self._clear(http)
+            raise
+        self._unsure.remove(name)
+        self._loaded.append(name)
 
     def _retire(self, http: SglangHttp) -> None:
         """Unload the oldest adapter beyond `keep`. It waits for the adapter's requests, so nobody waits for it."""
@@ -182,7 +199,17 @@ class AdapterLink:
 
     async def _unload_oldest(self, http: SglangHttp) -> None:
         with contextlib.suppress(EngineError):  # a server that restarted does not have it
-            await _unload(http, self._loaded.popleft())
+            await _unload(http, self._loaded.popleft(), UNLOAD_S)
+
+    async def _clear(self, http: SglangHttp) -> None:
+        """Unload what no request will name. A server that does not answer is asked again the next time."""
+        for name in tuple(self._unsure):
+            try:
+                await _unload(http, name, CLEAR_S)
+            except EngineError as error:
+                if error.reason not in ABSENT:
+                    return
+            self._unsure.remove(name)
 
 
 def _command(send: Send, staged: StagedAdapter, name: str, ranks: int) -> tuple[str, Mapping[str, Any]]:
@@ -202,8 +229,8 @@ def _command(send: Send, staged: StagedAdapter, name: str, ranks: int) -> tuple[
     }
 
 
-async def _unload(http: SglangHttp, name: str) -> None:
-    await http.command("/unload_lora_adapter", {"lora_name": name}, timeout_s=3600.0)
+async def _unload(http: SglangHttp, name: str, timeout_s: float) -> None:
+    await http.command("/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
 
 
 def file_checksums(directory: Path) -> dict[str, str]:

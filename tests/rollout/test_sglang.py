@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from rlx.rollout import sglang_http
 from rlx.rollout.engine import EngineError, Request, RequestRefused
 from rlx.rollout.sglang_requests import Limits
 from rlx.types import StopReason
@@ -232,6 +233,29 @@ def test_a_server_that_hangs_is_given_up_and_one_that_is_not_there_is_tried_agai
     assert hung.reason == "timeout"
     assert refused.reason == "connection"
     assert retried == 2
+
+
+def test_a_time_limit_that_passed_while_nobody_looked_is_a_timeout(monkeypatch):
+    """The wait before a second attempt ends late, as on a busy machine: no second attempt without a limit follows."""
+    sleep = asyncio.sleep
+
+    async def scenario():
+        async def generate(body):
+            if server.paths().count("/generate") > 1:
+                await sleep(60)
+            return web.json_response({"error": {"message": "The request queue is full."}}, status=503)
+
+        async with Server(generate) as server:
+            client = engine(server.url, request_timeout_s=0.3)
+            monkeypatch.setattr(sglang_http.asyncio, "sleep", lambda _: sleep(0.5))
+            with pytest.raises(EngineError) as late:
+                await client.generate(ask())
+            await client.close()
+            return late.value, server.paths()
+
+    late, paths = run(scenario)
+    assert late.reason == "timeout"
+    assert paths.count("/generate") == 1
 
 
 def test_back_pressure_no_more_samples_are_under_way_than_allowed():

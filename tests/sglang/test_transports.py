@@ -71,6 +71,30 @@ def test_two_servers_get_what_the_trainer_has(two_servers, tmp_path, transport):
     assert len(files) > 1  # one bucket alone would prove little
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_server_that_stays_keeps_no_group_of_a_run_that_ended(server, tmp_path, broken):
+    """broken: the trainer's rank is killed before, as where a delivery fails in the middle."""
+
+    async def main(http):
+        bridge = Bridge(Staging(tmp_path / "staged", ARCH, "float32"), TRANSPORTS["distributed"])
+        link = bridge.link()
+        await link(http, tiny_model.params(1), 1)
+        group = link.transport._group
+        if broken:
+            link.transport._sender.process.kill()
+            with pytest.raises(EngineError, match="has ended"):
+                await link(http, tiny_model.params(2), 2)
+        await bridge.close()
+        with pytest.raises(EngineError, match="does not exist"):
+            await http.command("/destroy_weights_update_group", {"group_name": group})
+        again = Bridge(Staging(tmp_path / "again", ARCH, "float32"), Tensor)
+        await again.link()(http, tiny_model.params(2), 2)
+        await again.close()
+        return await differences(http, tiny_model.params(2))
+
+    assert with_servers([server], main) < TOLERANCE
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_only_what_changed_is_sent(server, tmp_path, transport):
     """Of the third version the files with the layers' matrices are written and sent, the others known by identity."""

@@ -16,6 +16,8 @@ from rlx.rollout.engine import EngineError
 from rlx.sync.lora import AdapterBridge
 from tests import tiny_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:adapters are not checked")
+
 CONFIG = LoraConfig(rank=2, alpha=4.0, targets=("q_proj",))
 
 
@@ -93,3 +95,58 @@ def test_a_load_has_the_time_and_the_copies_that_it_was_given(tmp_path, send):
     if send == "tensor":
         first, second = body["serialized_named_tensors"]
         assert first == second
+
+
+@pytest.mark.parametrize("reason", ["timeout", "connection"])
+def test_an_adapter_whose_load_lost_its_answer_does_not_stay(tmp_path, reason):
+    """Unloaded at once where the server answers, else before the next load."""
+
+    class Lossy(Stub):
+        lost, away = 0, False
+
+        async def command(self, path: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
+            if self.away:
+                raise EngineError("no answer", reason=reason)
+            answer = await super().command(path, body, timeout_s=timeout_s)
+            if path != "/unload_lora_adapter" and self.lost:
+                self.lost -= 1
+                self.away = self.lost == 0
+                raise EngineError("no answer", reason=reason)
+            return answer
+
+    async def main():
+        stub, left = Lossy(), []
+        link = bridge(tmp_path).link()
+        stub.lost = 2
+        for _ in range(2):  # after the second the server is away for a while
+            with pytest.raises(EngineError, match="no answer"):
+                await link(stub, adapter(1), 1)
+            left.append(len(stub.loaded))
+        stub.away = False
+        name = await link(stub, adapter(1), 1)
+        return left, stub.loaded, name
+
+    left, loaded, name = asyncio.run(main())
+    assert left == [0, 1]
+    assert loaded == [name]
+
+
+def test_a_load_that_was_refused_leaves_nothing_to_unload(tmp_path):
+    class Refusing(Stub):
+        async def command(self, path: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
+            self.asked.append((path, body, timeout_s))
+            raise EngineError("no", reason="bad_request")
+
+    async def main():
+        stub, link = Refusing(), bridge(tmp_path).link()
+        for _ in range(2):
+            with pytest.raises(EngineError):
+                await link(stub, adapter(1), 1)
+        return [path for path, _, _ in stub.asked]
+
+    assert asyncio.run(main()) == ["/load_lora_adapter", "/unload_lora_adapter"] * 2
+
+
+def test_servers_whose_adapters_nothing_checks_are_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="adapters are not checked"):
+        bridge(tmp_path)

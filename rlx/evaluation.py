@@ -11,7 +11,7 @@ import numpy as np
 from rlx.config.schema import EvalConfig
 from rlx.metrics.rollout import PASS
 from rlx.metrics.statistics import pass_at_k, wilson_interval
-from rlx.rollout.collect import Environments, Sampling, collect
+from rlx.rollout.collect import MakeEnvironment, Sampling, collect
 from rlx.rollout.engine import Engine
 from rlx.rollout.fates import graded
 from rlx.types import Group, StopReason, Task
@@ -57,7 +57,7 @@ class EvalResult:
 
 async def evaluate(
     engine: Engine,
-    environments: Environments,
+    environments: MakeEnvironment,
     tasks: Sequence[Task],
     config: EvalConfig,
     sampling: Sampling,

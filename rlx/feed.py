@@ -24,7 +24,7 @@ from rlx.metrics.jsonl import JsonlWriter, read_json
 from rlx.metrics.ledger import Ledger
 from rlx.rollout import journal, resume, timing
 from rlx.rollout.buffer import Batch, Buffer
-from rlx.rollout.collect import Environments, check_begun, collect
+from rlx.rollout.collect import MakeEnvironment, check_begun, collect
 from rlx.rollout.options import producer_options, rules
 from rlx.rollout.producer import Producer
 from rlx.rollout.report import take_scalars
@@ -39,7 +39,7 @@ class Parts:
     """What both kinds of feed are made of."""
 
     config: Config
-    environments: Environments
+    environments: MakeEnvironment
     serving: Serving
     stream: TaskStream
     ledger: Ledger

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlx.config.schema import Config
 from rlx.envs.conversation import Conversation
+from rlx.envs.grading import partial_credit
 from rlx.envs.web.browser import Chromium
 from rlx.envs.web.project import Project, WebProject, Workshop, project_task
 from rlx.envs.web.tasks import ENVIRONMENT, WebTasks
@@ -27,7 +28,6 @@ class WebSessions:
     def __init__(self, config: Config, sandboxes: Sandboxes, conversation: Conversation):
         self._tools, self._conversation = config.tools, conversation
         self._browser = Chromium(isolated=config.sandbox.kind == "bubblewrap")
-        self._partial = {name: source.partial_credit for name, source in config.tasks.sources.items()}
         self._shops = {
             name: Workshop(projects, sandboxes, self._browser, config.tools.call_seconds)
             for name, projects in _projects(config).items()
@@ -45,7 +45,7 @@ class WebSessions:
         return self._shops[task.source].projects[task.metadata["project"]]
 
     def env(self, task: Task) -> WebProject:
-        return WebProject(task, self._shops[task.source], partial_credit=self._partial[task.source])
+        return WebProject(task, self._shops[task.source], partial_credit=partial_credit(task))
 
     def session(self, task: Task) -> Environment:
         env = self.env(task)

@@ -49,7 +49,7 @@ class Observation:
     rewritten: int | None
 
 
-class Conversation:
+class ClientConversation:
     """A session's words so far. A request counts once it is answered: one that failed can be made again."""
 
     def __init__(self, form: Format):

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from rlx.agents.conversation import Conversation, Format
+from rlx.agents.conversation import ClientConversation, Format
 from rlx.agents.endpoint import Endpoint
 from rlx.agents.openai import ChatRequest, Reply, RequestInvalid
 from rlx.rollout.transcript import Transcript, Verdict
@@ -39,11 +39,7 @@ Judge = Callable[[Task, str, Transcript], Awaitable[Verdict]]
 
 
 class AgentFailed(RuntimeError):
-    """The agent ended with an error, or without ever asking."""
-
-
-class HistoryRewritten(RuntimeError):
-    """The agent told the past otherwise than it was."""
+    """The agent ended with an error or without ever asking, or told the past otherwise than it was."""
 
 
 def command_agent(command: Sequence[str]) -> Agent:
@@ -86,12 +82,12 @@ class _Asked:
 class OutsideAgent:
     """An `rlx.rollout.session.Environment` whose words are the requests of an agent; an `Answerer` of the endpoint.
 
-    Raises, in reset and step: AgentFailed, HistoryRewritten.
+    Raises AgentFailed in reset and step.
     """
 
     def __init__(self, task: Task, endpoint: Endpoint, form: Format, agent: Agent, judge: Judge):
         self._task, self._endpoint, self._agent, self._judge = task, endpoint, agent, judge
-        self._form, self._conversation = form, Conversation(form)
+        self._form, self._conversation = form, ClientConversation(form)
         self._key = ""
         self._running: asyncio.Task[str] | None = None
         self._asked: asyncio.Queue[_Asked] = asyncio.Queue()
@@ -155,7 +151,7 @@ class OutsideAgent:
                 raise RequestInvalid(f"messages[{told.rewritten}] is not what was said before", "history_rewritten")
         except RequestInvalid as error:
             asked.reply.set_exception(error)
-            raise HistoryRewritten(f"task {self._task.id}: {error}; a session is one conversation") from error
+            raise AgentFailed(f"task {self._task.id}: {error}; a session is one conversation") from error
         self._length += len(told.tokens)
         asked.prompt_tokens = self._length
         self._open = asked

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.agents.conversation import Conversation, Format
+from rlx.agents.conversation import ClientConversation, Format
 from rlx.agents.openai import ChatRequest, Message, Reply
 from rlx.rollout.engine import Engine, Request, RequestRefused, check_completion
 from rlx.rollout.transcript import Transcript, Verdict, join
@@ -43,7 +43,7 @@ class Recorder:
     def __init__(self, name: str, number: int, engine: Engine, form: Format, limits: Limits):
         self.name, self._number = name, number
         self._engine, self._limits = engine, limits
-        self._conversation = Conversation(form)
+        self._conversation = ClientConversation(form)
         self.segments: list[Segment] = []
         self._asked = 0
 

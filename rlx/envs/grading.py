@@ -113,9 +113,14 @@ def _share_of_numbers(gold: str, answer: str) -> float:
     return sum(a == b for a, b in zip(expected, last)) / len(expected) if len(last) == len(expected) else 0.0
 
 
+def partial_credit(task: Task) -> bool:
+    """Whether a part of what was asked for is worth a part of the reward; its source says so."""
+    return bool(task.metadata.get("partial_credit"))
+
+
 def _credit(task: Task, score: float) -> float:
     """A score in [0, 1] as the task's reward."""
-    return score if task.metadata.get("partial_credit") else float(score >= 1.0)
+    return score if partial_credit(task) else float(score >= 1.0)
 
 
 def _same_mathematics(gold: str, answer: str, *, whole: bool) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 
 from rlx.envs.env import Step, Tool, ToolCall
-from rlx.envs.grading import Grade, Outcome
+from rlx.envs.grading import Grade, Outcome, partial_credit
 from rlx.sandbox.base import Execution, Limit, Sandbox
 from rlx.types import Task
 
@@ -59,7 +59,7 @@ class PythonTool:
     async def grade(self) -> Grade:
         if self._answer:
             return await self._grade(self._task, self._answer)
-        if not (self._task.metadata.get("partial_credit") and self._printed):
+        if not (partial_credit(self._task) and self._printed):
             return Grade(0.0, "", "no answer was given", 0.0, Outcome.GRADED)
         grade = await self._grade(self._task, self._printed)
         said = f"no answer was given; of what was printed: {grade.detail}"

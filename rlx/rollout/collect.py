@@ -24,7 +24,7 @@ from rlx.rollout.session import Environment, EnvironmentFailed, Guarded
 from rlx.rollout.transcript import Transcript, Verdict
 from rlx.types import Group, Sample, StopReason, Task
 
-Environments = Callable[[Task], Environment]  # a fresh one for each session
+MakeEnvironment = Callable[[Task], Environment]  # a fresh one for each session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def turn_seed(seed: int, group: int, index: int, turn: int, written: int) -> int
 
 
 async def collect(
-    engine: Engine, environments: Environments, tasks: Sequence[tuple[int, Task]], sampling: Sampling
+    engine: Engine, environments: MakeEnvironment, tasks: Sequence[tuple[int, Task]], sampling: Sampling
 ) -> list[Group]:
     """One group for each (group number, task). A sample whose environment failed has Outcome.ERROR, and no token where
     it did not even begin.
@@ -78,7 +78,7 @@ def check_begun(groups: Sequence[Group]) -> None:
 
 
 async def _collect(
-    engine: Engine, environments: Environments, tasks: Sequence[tuple[int, Task]], sampling: Sampling
+    engine: Engine, environments: MakeEnvironment, tasks: Sequence[tuple[int, Task]], sampling: Sampling
 ) -> list[Group]:
     """Groups whose sessions go on together."""
     count = len(tasks) * sampling.group_size
@@ -100,7 +100,7 @@ class _Collected:
     def __init__(
         self,
         engine: Engine,
-        environments: Environments,
+        environments: MakeEnvironment,
         task: Task,
         number: int,
         sampling: Sampling,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from rlx.envs.grading import Outcome
 from rlx.rollout.budgets import Books, Budgets, Gauge
 from rlx.rollout.buffer import Buffer
-from rlx.rollout.collect import Environments, Sampling, turn_seed
+from rlx.rollout.collect import MakeEnvironment, Sampling, turn_seed
 from rlx.rollout.engine import Completion, EngineError, Request, RequestRefused, raise_if_cancelled
 from rlx.rollout.fates import span_ages
 from rlx.rollout.fleet import Fleet
@@ -52,7 +52,7 @@ class Producer:
     def __init__(
         self,
         fleet: Fleet,
-        environments: Environments,
+        environments: MakeEnvironment,
         next_task: Callable[[], tuple[int, Task]],
         buffer: Buffer,
         books: Books,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlx.agents.chat_format import ChatFormat
-from rlx.agents.conversation import Conversation
+from rlx.agents.conversation import ClientConversation
 from rlx.agents.openai import RequestInvalid, Sampling, parse_request
 from rlx.envs.chat import load_chat_tokenizer
 from tests import tiny_tokenizer
@@ -36,7 +36,7 @@ def response(tokenizer, text, ended=True):
 
 def talk(tokenizer, answers, *rounds):
     """(ids of the whole session, what was rewritten in each round, messages of the policy)."""
-    conversation, ids, rewritten, said = Conversation(ChatFormat(tokenizer)), [], [], []
+    conversation, ids, rewritten, said = ClientConversation(ChatFormat(tokenizer)), [], [], []
     for answer, make in zip(answers, rounds):
         request = make(said)
         told = conversation.told(request)
@@ -94,7 +94,7 @@ def test_a_rewritten_history_begins_anew(tokenizer, second, where):
 
 
 def test_a_request_without_an_answer_does_not_count(tokenizer):
-    conversation = Conversation(ChatFormat(tokenizer))
+    conversation = ClientConversation(ChatFormat(tokenizer))
     first, again = conversation.told(ask(user("a"))), conversation.told(ask(user("a")))
     assert again.rewritten is None
     np.testing.assert_array_equal(first.tokens, again.tokens)
@@ -140,7 +140,7 @@ def test_the_runs_own_sampling_holds_by_declaration():
 
 def test_the_assistants_own_words_cannot_be_prefilled(tokenizer):
     with pytest.raises(RequestInvalid, match="prefilled"):
-        Conversation(ChatFormat(tokenizer)).told(ask(user("a"), {"role": "assistant", "content": "I"}))
+        ClientConversation(ChatFormat(tokenizer)).told(ask(user("a"), {"role": "assistant", "content": "I"}))
 
 
 def test_what_is_told_cannot_end_a_turn(tokenizer):

@@ -7,7 +7,7 @@ import asyncio
 from rlx.envs.code.grading import CodeGrader, code_of
 from rlx.envs.code.tasks import hidden_tests
 from rlx.envs.env import Step, Tool, ToolCall
-from rlx.envs.grading import Grade, Outcome
+from rlx.envs.grading import Grade, Outcome, partial_credit
 from rlx.envs.python_tool import OpenSandbox, report
 from rlx.sandbox.base import Sandbox
 from rlx.types import Task
@@ -50,8 +50,8 @@ class CodeEnv:
         await self.close()  # its place is free for the sandboxes of the tests
         if not self._program.strip():
             return Grade(0.0, "", "no program was given", 0.0, Outcome.GRADED)
-        partial_credit = bool(self._task.metadata.get("partial_credit"))
-        return await self._grader.grade(self._program, hidden_tests(self._task), partial_credit=partial_credit)
+        partly = partial_credit(self._task)
+        return await self._grader.grade(self._program, hidden_tests(self._task), partial_credit=partly)
 
     async def close(self) -> None:
         sandbox, self._sandbox = self._sandbox, None

@@ -12,15 +12,14 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlx.envs.code import harness
 from rlx.envs.grading import Grade, Outcome
-from rlx.sandbox.base import Execution, PathError, Sandbox, SandboxError, WorkspaceError
-
-OpenSandbox = Callable[[Mapping[str, bytes]], Awaitable[Sandbox]]  # the files of its workspace
+from rlx.envs.python_tool import OpenSandbox
+from rlx.sandbox.base import Execution, PathError, SandboxError, WorkspaceError
 
 HARNESS = Path(harness.__file__).read_bytes()
 MAX_ROUNDS = 6  # of calls that depend on the answers to earlier ones
@@ -50,7 +49,7 @@ def code_of(text: str) -> str | None:
 class CodeGrader:
     """Grades programs; what a function's tests ask first, which is the same for every program, is asked once.
 
-    call_s: seconds that one call of the function may take.
+    call_s: CPU seconds that one call of the function may take.
     """
 
     def __init__(self, open_sandbox: OpenSandbox, call_s: float):

@@ -31,6 +31,7 @@ _ANSWER_S = 30.0  # beyond the command's own time
 _START_S = 300.0
 _BUSY = (429, 502, 503, 504)  # statuses that a moment later may be others
 _TRIES = 4
+_LONGEST = 120_000  # bytes of a command: Linux gives a word of one 128 KiB
 
 
 class DaytonaSandboxes:
@@ -220,7 +221,10 @@ class DaytonaSandbox:
 
     async def _act(self, action: str, request: Mapping[str, Any], wall_s: float) -> Any:
         """What the runner answers."""
-        command = shlex.join(["python3", "-I", _RUNNER, action, json.dumps(request)])
+        asked = json.dumps(request)
+        if len(asked) > _LONGEST:
+            raise WorkspaceError("the command is too long: put what is long into a file")
+        command = shlex.join(["python3", "-I", _RUNNER, action, asked])
         wanted = {"command": command, "timeout": int(wall_s + _ANSWER_S)}
         path = f"toolbox/{self._id}/toolbox/process/execute"
         said = json.loads(await self._service.request("POST", path, timeout_s=wall_s + 2 * _ANSWER_S, json=wanted))

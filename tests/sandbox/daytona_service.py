@@ -22,7 +22,7 @@ class Service:
         self.made = 0
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._checked])
+        app = web.Application(middlewares=[self._checked], client_max_size=16 << 20)
         app.router.add_post("/api/sandbox", self._make)
         app.router.add_get("/api/sandbox/{id}", self._state)
         app.router.add_delete("/api/sandbox/{id}", self._remove)

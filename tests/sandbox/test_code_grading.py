@@ -21,8 +21,8 @@ from rlx.sandbox.pool import Sandboxes
 from tests.sandbox.forgeries import FORGERIES
 
 LIMITS = SandboxLimits(
-    wall_s=8.0,
-    cpu_s=2.0,
+    wall_s=20.0,
+    cpu_s=4.0,
     cores=1.0,
     memory_bytes=96 << 20,
     processes=16,

@@ -5,7 +5,7 @@ test code against a stand-in that only notes the calls; in another `program` ans
 what is expected nor what the tests do with it; then `tests` runs again with the answers. All that passes between them
 are plain values (`encode`), so nothing that the program returns can compare equal to what it is not.
 
-calls.json     {"entry": name, "calls": [[arguments, {name: argument}], ...], "call_s": seconds of one call}
+calls.json     {"entry": name, "calls": [[arguments, {name: argument}], ...], "call_s": CPU seconds of one call}
 answers.jsonl  a line for each call: {"value": encoded} or {"raised": the name of the exception}
 tests.json     {"entry": name, "context": code, "test": code of check(candidate), "answers": [[call, answer], ...]}
 verdict.json   {"calls": [those without an answer], "passed": n, "failed": n, "said": of the first failure,
@@ -24,6 +24,7 @@ from typing import Any
 
 MAX_DEPTH = 50
 MAX_SAID = 300  # characters
+CLOCK = 5  # seconds by the clock for a CPU second
 SEED = 0  # tests that draw make the same calls each time
 
 
@@ -88,16 +89,23 @@ def run_program():
     """Answers the calls, one line each as it is made: what comes after a crash is missing, what came before counts."""
     with open("calls.json", encoding="utf-8") as file:
         asked = json.load(file)
+    signal.signal(signal.SIGPROF, _too_long)
     signal.signal(signal.SIGALRM, _too_long)
     with open("solution.py", encoding="utf-8") as file, open("answers.jsonl", "w", encoding="utf-8") as answers:
         space = {"__name__": "solution"}
         exec(compile(file.read(), "solution.py", "exec"), space)
         for arguments, named in asked["calls"]:
-            signal.setitimer(signal.ITIMER_REAL, asked["call_s"])
+            _give(asked["call_s"])
             answer = _answer(space.get(asked["entry"]), arguments, named)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            _give(0)
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
+
+
+def _give(seconds):
+    """So many of the CPU; more by the clock, which a busy machine uses up by itself."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, CLOCK * seconds)
 
 
 def _too_long(number, frame):

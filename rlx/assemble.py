@@ -356,17 +356,33 @@ def packing_config(
     )
 
 
-def device_batch(packed: PackedBatch, placement: Placement | None = None) -> Batch:
-    """The packed batch on the device, or on all of a mesh: rows over dp, each process giving its own devices theirs."""
+@dataclasses.dataclass(frozen=True)
+class BatchRows:
+    """Rows of a packed batch, for instance those of one process. first: of them. rows: of all of the batch."""
+
+    arrays: Mapping[str, Any]  # [M, rows here, ...], by the names of `MicroBatch`
+    counts: Mapping[str, np.int32]  # of all of the batch
+    first: int
+    rows: int
+
+
+def batch_rows(packed: PackedBatch, first: int, last: int) -> BatchRows:
+    """Rows first to last - 1 of each micro-batch."""
     whole = ("num_targets", "num_sequences")
-    slices = [f.name for f in dataclasses.fields(MicroBatch) if f.name not in whole]
-    put: Callable[[Any], Any] = jnp.asarray if placement is None else placement.spread
-    counts: dict[str, Any] = {name: put(np.int32(getattr(packed, name))) for name in whole}
     # Each array of the batch has its twin of the same name, so a forgotten one fails here.
+    names = [f.name for f in dataclasses.fields(MicroBatch) if f.name not in whole]
+    arrays = {name: jax.tree.map(lambda x: x[:, first:last], getattr(packed, name)) for name in names}
+    return BatchRows(arrays, {name: np.int32(getattr(packed, name)) for name in whole}, first, packed.tokens.shape[1])
+
+
+def device_batch(packed: PackedBatch | BatchRows, placement: Placement | None = None) -> Batch:
+    """The packed batch on the device, or on all of a mesh: rows over dp, each process giving its own devices theirs."""
+    given = batch_rows(packed, 0, packed.tokens.shape[1]) if isinstance(packed, PackedBatch) else packed
+    put: Callable[[Any], Any] = jnp.asarray
+    if placement is not None:
+        put = partial(placement.spread, first=given.first, rows=given.rows)
+    counts: dict[str, Any] = {name: put(count) for name, count in given.counts.items()}
     return [
-        MicroBatch(
-            **{name: jax.tree.map(lambda x, i=i: put(x[i]), getattr(packed, name)) for name in slices},
-            **counts,
-        )
-        for i in range(len(packed.tokens))
+        MicroBatch(**{name: jax.tree.map(lambda x, i=i: put(x[i]), x) for name, x in given.arrays.items()}, **counts)
+        for i in range(len(given.arrays["tokens"]))
     ]

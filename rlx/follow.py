@@ -18,7 +18,7 @@ import optax
 from rlx import assemble, bridges
 from rlx.checkpoint import Checkpoints
 from rlx.config.schema import Config
-from rlx.data.packing import PackedBatch, pack
+from rlx.data.packing import pack
 from rlx.export import policy_of
 from rlx.learner.state import LearnerState
 from rlx.learner.step import StepConfig, compile_update, update
@@ -88,8 +88,8 @@ def _restore(own: Own, checkpoint: int | None) -> None:
     compile_update(own.step, own.optimizer, own.state, own.model.params, padding)
 
 
-def _update(own: Own, packed: PackedBatch) -> None:
-    batch = assemble.device_batch(packed, own.step.placement)
+def _update(own: Own, rows: assemble.BatchRows) -> None:
+    batch = assemble.device_batch(rows, own.step.placement)
     own.state, _, _ = update(own.step, own.optimizer, own.state, own.model.params, batch)
 
 

@@ -20,8 +20,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Client, Connection, Listener, wait
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
 from typing import Any, Protocol
 
 import jax
@@ -50,6 +53,11 @@ class Peers(Protocol):
         """They do `what` (`rlx.follow`) with these arguments, as the caller does now. Raises PeerLost."""
         ...
 
+    def tell_each(self, what: str, given: Callable[[int], Any]) -> None:
+        """As `tell`, with one argument for each, which `given` makes of the process's number; it must not change
+        afterwards, as it goes on its way while the caller goes on."""
+        ...
+
     def meet(self) -> None:
         """Until they have done all that they were told. Where they compile a collective of theirs may come late, and
         some kinds wait for half a minute only. Raises PeerLost."""
@@ -66,6 +74,9 @@ class Alone:
     def tell(self, what: str, *given: Any) -> None:
         return None
 
+    def tell_each(self, what: str, given: Callable[[int], Any]) -> None:
+        return None
+
     def meet(self) -> None:
         return None
 
@@ -77,7 +88,7 @@ ALONE = Alone()
 
 
 class Leader:
-    """Process 0. connections: by process."""
+    """Process 0. connections: by process. Each has a thread that sends, so that none waits for another one's batch."""
 
     def __init__(self, connections: Mapping[int, Connection]):
         self._connections = dict(connections)
@@ -86,18 +97,32 @@ class Leader:
         self._asked = threading.Event()
         self._stop: Callable[[], None] | None = None
         self._over = False
+        self._outgoing: dict[int, queue.Queue[Callable[[], bytes] | None]] = {i: queue.Queue() for i in connections}
+        self._senders = [threading.Thread(target=self._send, args=(i,), daemon=True) for i in connections]
+        for sender in self._senders:
+            sender.start()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
     def tell(self, what: str, *given: Any) -> None:
-        self._say(pickle.dumps((what, given)))
+        message = pickle.dumps((what, given))
+        for waiting in self._outgoing.values():
+            waiting.put(lambda: message)
+        self._check()
 
-    def _say(self, message: bytes) -> None:
-        for index, connection in self._connections.items():
+    def tell_each(self, what: str, given: Callable[[int], Any]) -> None:
+        for index, waiting in self._outgoing.items():
+            waiting.put(partial(_message_to, index, what, given))
+        self._check()
+
+    def _send(self, index: int) -> None:
+        """What waits for one of them, in its order, until None."""
+        while (make := self._outgoing[index].get()) is not None:
             try:
-                connection.send_bytes(message)
+                self._connections[index].send_bytes(make())
             except OSError:
                 self._lose(index, "its connection ended")
-        self._check()
+            except Exception as error:
+                self._lose(index, f"an order to it could not be written: {error!r}")
 
     def _check(self) -> None:
         if self._lost:
@@ -122,6 +147,10 @@ class Leader:
         self._over = True
         with contextlib.suppress(PeerLost):  # what is gone need not be told
             self.tell("end", status, why)
+        for waiting in self._outgoing.values():
+            waiting.put(None)
+        for sender in self._senders:
+            sender.join(LEAVE_S)
 
     def _listen(self) -> None:
         """What they say by themselves: that they failed, or were told to stop."""
@@ -149,6 +178,10 @@ class Leader:
             self._lost = f"process {index} of the trainer ended ({why}); start all of them again to continue"
             print(f"rlx: {self._lost}", file=sys.stderr, flush=True)
             _leave_soon()
+
+
+def _message_to(index: int, what: str, given: Callable[[int], Any]) -> bytes:
+    return pickle.dumps((what, (given(index),)))
 
 
 class Follower:
@@ -197,6 +230,8 @@ class Follower:
                 return
             self._orders.put(order)
             if order[0] == "end":
+                if order[1][0] == 1:  # process 0 failed: it takes no part in what this one may be waiting in
+                    _leave_soon()
                 return
 
     def _handle(self, signum: int, frame: Any) -> None:
@@ -286,19 +321,59 @@ class _Meeting:
 
 
 def _accept(config: Config, count: int) -> dict[int, Connection]:
-    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0]
+    """Raises ConfigError for a process with other settings, PeerLost where one does not come."""
+    host, _, port = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")
     key = secrets.token_hex(16)
-    found: dict[int, Connection] = {}
-    with Listener(("", 0), backlog=count, authkey=key.encode()) as listener:
-        meeting = _Meeting(coordinator or socket.gethostname(), listener.address[1], key)
+    with _listening(int(port) + 1 if host else 0, count) as server:
+        meeting = _Meeting(host or socket.gethostname(), server.getsockname()[1], key)
         multihost_utils.broadcast_one_to_all(meeting.to_bytes())
-        while len(found) < count - 1:
-            connection = listener.accept()
-            index, settings = connection.recv()
-            if settings != to_dict(config):
+        return welcome(server, key.encode(), count, to_dict(config), START_S)
+
+
+def _listening(port: int, count: int) -> socket.socket:
+    """On that port, and where it is taken on any other one."""
+    try:
+        return socket.create_server(("", port), backlog=2 * count)
+    except OSError as error:
+        server = socket.create_server(("", 0), backlog=2 * count)
+        print(f"rlx: port {port} is not free ({error}); using {server.getsockname()[1]}", file=sys.stderr, flush=True)
+        return server
+
+
+def welcome(server: socket.socket, key: bytes, count: int, settings: Any, seconds: float) -> dict[int, Connection]:
+    """Connections of processes 1 to count - 1, by number. Whoever else comes by, or says nothing, is let be.
+
+    Raises:
+      ConfigError: a process has other settings. PeerLost: one did not come in so many seconds.
+    """
+    found: dict[int, Connection] = {}
+    greeted: queue.Queue[tuple[int, Any, Connection]] = queue.Queue()
+    until = time.monotonic() + seconds
+    server.settimeout(0.1)
+    while len(found) < count - 1:
+        if time.monotonic() > until:
+            missing = sorted(set(range(1, count)) - found.keys())
+            port = server.getsockname()[1]
+            raise PeerLost(f"processes {missing} of the trainer did not connect to port {port} within {seconds:.0f} s")
+        with contextlib.suppress(TimeoutError):
+            own = Connection(server.accept()[0].detach())
+            threading.Thread(target=_greet, args=(own, key, greeted), daemon=True).start()
+        while not greeted.empty():
+            index, theirs, connection = greeted.get()
+            if theirs != settings:
                 raise ConfigError(f"process {index} of the trainer was started with other settings than process 0")
             found[index] = connection
     return found
+
+
+def _greet(connection: Connection, key: bytes, greeted: queue.Queue[tuple[int, Any, Connection]]) -> None:
+    """Only from one that knows the key is anything read that is more than bytes."""
+    try:
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        greeted.put((*connection.recv(), connection))
+    except (AuthenticationError, EOFError, OSError):
+        connection.close()
 
 
 def _connect(config: Config) -> Connection:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -173,7 +174,7 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
     rate = float(learning_rate(run.config.learner)(run.version))
     with run.timers("update"):
         run.compiled.result()
-        run.peers.tell("update", packed)
+        run.peers.tell_each("update", partial(rows_of_process, run, packed))
         run.state, scalars, sums = update(
             run.step,
             run.optimizer,
@@ -195,6 +196,12 @@ def learn(run: Run, feed: Feed, batch: Batch, packed: PackedBatch) -> dict[str, 
             "optimizer/learning_rate": rate,
         }
     )
+
+
+def rows_of_process(run: Run, packed: PackedBatch, process: int) -> assemble.BatchRows:
+    """Those that its devices hold."""
+    assert run.step.placement is not None
+    return assemble.batch_rows(packed, *run.step.placement.rows_of(process, packed.tokens.shape[1]))
 
 
 def serve_cold_start(run: Run) -> None:

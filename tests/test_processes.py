@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,18 +10,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from multiprocessing import Pipe
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from rlx import processes, train
+from rlx.assemble import batch_rows, device_batch
 from rlx.config.errors import ConfigError
+from rlx.data.packing import PackingConfig, Trajectory, pack
 from rlx.interrupt import EXIT_PREEMPTED
+from rlx.parallel.layout import Layout
+from rlx.parallel.mesh import Placement, make_mesh
 from rlx.processes import Follower, Leader, PeerLost
 from tests import tiny_run
 
@@ -92,6 +100,81 @@ def test_a_process_that_is_gone_is_named(pair):
         leader.meet()
 
 
+def test_each_process_is_told_its_own_and_a_slow_one_keeps_no_one(pair):
+    """The second one does not listen: what it is told is more than a pipe holds."""
+    leader, follower = pair
+    mine, theirs = Pipe()
+    both = Leader({1: leader._connections[1], 2: mine})
+    large = np.zeros(1 << 20)
+    both.tell_each("update", lambda process: large + process)
+    both.tell("save", 3)
+    orders = follower.orders()
+    what, (given,) = next(orders)
+    assert (what, given[0]) == ("update", 1.0)
+    assert next(orders) == ("save", (3,))
+    what, (given,) = theirs.recv()
+    assert (what, given[0]) == ("update", 2.0)
+    assert theirs.recv() == ("save", (3,))
+    theirs.close()
+    wait_until(lambda: both._lost)
+
+
+def test_an_order_that_cannot_be_written_is_a_loss_not_a_silence(pair):
+    leader, _ = pair
+
+    def broken(process: int) -> None:
+        raise ValueError("no such row")
+
+    leader.tell_each("update", broken)
+    wait_until(lambda: leader._lost)
+    with pytest.raises(PeerLost, match="no such row"):
+        leader.meet()
+
+
+def test_strangers_neither_end_nor_hold_up_a_start():
+    key, settings = b"known", {"a": 1}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        silent = socket.create_connection(address)
+        gone = socket.create_connection(address)
+        gone.close()
+        wrong = threading.Thread(target=_knock, args=(address, b"guessed", 1, settings), daemon=True)
+        right = threading.Thread(target=_knock, args=(address, key, 1, settings), daemon=True)
+        wrong.start()
+        right.start()
+        found = processes.welcome(server, key, 2, settings, LIMIT_S)
+        assert set(found) == {1}
+        threading.Thread(target=_knock, args=(address, key, 1, {"a": 2}), daemon=True).start()
+        with pytest.raises(ConfigError, match="process 1 of the trainer was started with other settings"):
+            processes.welcome(server, key, 2, settings, LIMIT_S)
+        with pytest.raises(PeerLost, match=r"processes \[1\] of the trainer did not connect to port"):
+            processes.welcome(server, key, 2, settings, 0.3)
+    silent.close()
+
+
+def _knock(address: tuple[str, int], key: bytes, index: int, settings: dict[str, int]) -> None:
+    with contextlib.suppress(AuthenticationError, EOFError, OSError), Client(address, authkey=key) as connection:
+        connection.send((index, settings))
+        connection.poll(LIMIT_S)
+
+
+def test_a_part_of_a_batch_has_its_rows_and_the_counts_of_all():
+    layout = Layout(dp=4, tp=2)
+    placement = Placement(make_mesh(layout), layout)
+    assert placement.rows_of(0, 8) == (0, 8)
+    mask = np.array([False, True, True, True])
+    trajectory = Trajectory(
+        np.arange(1, 5, dtype=np.int32), mask, 1.0, np.zeros(4, np.float32), np.zeros(4, np.int32), None
+    )
+    packed = pack([trajectory] * 4, PackingConfig(row_tokens=4, row_targets=4, rows=4, capacity=1, head_size=0))
+    part = batch_rows(packed, 2, 4)
+    assert (part.first, part.rows) == (2, 4)
+    assert np.array_equal(part.arrays["tokens"], packed.tokens[:, 2:])
+    assert part.counts == {"num_targets": 12, "num_sequences": 4}
+    [one], [other] = device_batch(packed, placement), device_batch(batch_rows(packed, 0, 4), placement)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
 def test_a_run_needs_to_know_which_process_it_is(tmp_path, monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -110,7 +193,7 @@ def _environment(**changes: str) -> dict[str, str]:
 
 
 class Two:
-    """Two processes of four devices; process 0's output in a file."""
+    """Two processes of four devices, which do not outlive the block; their output in files."""
 
     def __init__(self, recipe: Path, name: str):
         with socket.socket() as free:
@@ -142,6 +225,14 @@ class Two:
     def status(self) -> list[int]:
         return [p.wait(LIMIT_S) for p in self.processes]
 
+    def __enter__(self) -> Two:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
 
 def adapter(run: Path) -> dict[str, np.ndarray]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
@@ -156,21 +247,21 @@ def distance(run: Path, other: Path) -> float:
 def test_two_processes_train_what_one_does_and_a_checkpoint_of_theirs_goes_on_elsewhere(tmp_path):
     recipe = tiny_run.write(tmp_path)
     # A signal to the second one stops both after the same update.
-    two = Two(recipe, "two")
-    two.wait_for_update(1)
-    two.processes[1].send_signal(signal.SIGTERM)
-    assert two.status() == [EXIT_PREEMPTED] * 2
+    with Two(recipe, "two") as two:
+        two.wait_for_update(1)
+        two.processes[1].send_signal(signal.SIGTERM)
+        assert two.status() == [EXIT_PREEMPTED] * 2
     # What they saved goes on; one that is killed ends the other, which says so.
-    two = Two(recipe, "two")
-    two.wait_for_update(5)
-    two.processes[1].kill()
-    began = time.monotonic()
-    assert two.status() == [1, -signal.SIGKILL]
-    assert time.monotonic() - began < LIMIT_S / 2
+    with Two(recipe, "two") as two:
+        two.wait_for_update(5)
+        two.processes[1].kill()
+        began = time.monotonic()
+        assert two.status() == [1, -signal.SIGKILL]
+        assert time.monotonic() - began < LIMIT_S / 2
     assert "process 1 of the trainer ended" in two.logs[0].read_text()
     # Again, to the end.
-    two = Two(recipe, "two")
-    assert two.status() == [0, 0]
+    with Two(recipe, "two") as two:
+        assert two.status() == [0, 0]
     # One process with all the devices.
     alone = CHANGES | {"run__name": "one"}
     train.train(tiny_run.config(recipe, **alone))

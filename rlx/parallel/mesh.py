@@ -7,8 +7,9 @@ model's code knows no layout; only pipelines and expert exchange are written by 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,10 +75,28 @@ class Placement:
         spec = PartitionSpec("dp", "cp", *(None,) * (x.ndim - 2))
         return jax.lax.with_sharding_constraint(x, spec if self.inside else NamedSharding(self.mesh, spec))
 
-    def spread(self, x: np.ndarray) -> Array:
-        """`x` [rows, ...], the same in every process, onto the mesh: rows over dp. A number goes to every device."""
-        where = NamedSharding(self.mesh, PartitionSpec("dp") if x.ndim else PartitionSpec())
-        return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+    def spread(self, x: np.ndarray, first: int = 0, rows: int | None = None) -> Array:
+        """`x` [rows, ...] onto the mesh: rows over dp. A number goes to every device.
+
+        first, rows: x holds the rows from `first` on of so many, those of this process's devices (`rows_of`) at least.
+        """
+        if not x.ndim:
+            where = NamedSharding(self.mesh, PartitionSpec())
+            return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+        shape = (len(x) if rows is None else rows, *x.shape[1:])
+
+        def own(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # only for a sharding without devices
+            start, stop, _ = index[0].indices(shape[0])
+            return x[(slice(start - first, stop - first), *index[1:])]
+
+        return jax.make_array_from_callback(shape, NamedSharding(self.mesh, PartitionSpec("dp")), own)
+
+    def rows_of(self, process: int, rows: int) -> tuple[int, int]:
+        """First and last + 1 of `rows` that devices of a process hold, with what lies between."""
+        lying: Mapping[Any, Any] = NamedSharding(self.mesh, PartitionSpec("dp")).devices_indices_map((rows,))
+        spans = [index[0].indices(rows) for device, index in lying.items() if device.process_index == process]
+        return min(start for start, _, _ in spans), max(stop for _, stop, _ in spans)
 
     def cut(self, tree: PyTree[Array], partitions: PyTree[PartitionSpec]) -> PyTree[Array]:
         """`tree`, in a program, lying so; one spec may stand for a subtree."""

@@ -13,6 +13,7 @@ from rlx.sync.staging import Staging
 from tests import tiny_model
 
 PROCESSES = 2
+LIMIT_S = 600.0
 
 
 @pytest.mark.slow
@@ -32,7 +33,11 @@ def test_shards_of_two_processes_are_gathered_bucket_by_bucket(tmp_path):
         )
         for rank in range(PROCESSES)
     ]
-    said = [host.communicate(timeout=240) for host in hosts]
+    try:
+        said = [host.communicate(timeout=LIMIT_S) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
     assert [host.returncode for host in hosts] == [0, 0], said
     alone = Staging(tmp_path / "alone", tiny_model.ARCH, "float32", bucket_bytes=40_000).stage(tiny_model.params(2), 1)
     digests = [line.split()[1:] for output, _ in said for line in output.splitlines() if line.startswith("digests:")]

@@ -239,6 +239,7 @@ class LocalSandbox:
                 steps.close()
             except (OSError, subprocess.CalledProcessError) as error:
                 raise SandboxError(f"a sandbox could not be removed: {error}") from error
+        processes.reap_adopted()
         self._release()
 
     @contextlib.contextmanager

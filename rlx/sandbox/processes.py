@@ -18,7 +18,7 @@ _adopters: list[int] = []  # an entry for each provider that needs it: the flag 
 def adopt_orphans(yes: bool) -> None:
     """Whether this process becomes the parent of processes whose parents end, where that is the system's first now.
 
-    It is so until each caller with True has called with False.
+    It is so until each caller with True has called with False. `reap_adopted` is to be called meanwhile.
 
     bubblewrap ends without waiting for the first process of its PID namespace. That one stays a zombie, which counts
     against its control group's processes, until its new parent waits for it: the first process of a container may
@@ -29,6 +29,20 @@ def adopt_orphans(yes: bool) -> None:
     elif _adopters:
         _adopters.pop()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(bool(_adopters)), 0, 0, 0)
+
+
+def reap_adopted() -> None:
+    """Wait for the processes that have ended and that this process has adopted: of servers and graders, too.
+
+    They are told by their sessions, since a child of one's own is in the session of its parent, or leads one. So one
+    that leads its session, or was begun in that of this process, is left to whoever has begun it.
+    """
+    own = os.getsid(0)
+    for child in _children(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, ChildProcessError):
+            state, _, _, session, *_ = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            if state == "Z" and int(session) not in (own, child):
+                os.waitpid(child, os.WNOHANG)
 
 
 def first_process(info: int) -> int | None:

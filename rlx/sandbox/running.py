@@ -106,8 +106,8 @@ async def execute(
     finally:
         timer.cancel()
         watching.cancel()
-        tree.kill(process.pid, process.returncode is not None)
         try:
+            tree.kill(process.pid, process.returncode is not None)
             code = await asyncio.shield(ending)
             await asyncio.shield(_settle(tree, process.pid))
         finally:

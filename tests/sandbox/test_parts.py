@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import struct
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from configs import base
 from rlx.config.parse import parse
 from rlx.config.sandbox_checks import MAX_OPEN, sandbox_problems
-from rlx.sandbox import cgroups, files, isolation, seccomp
+from rlx.sandbox import cgroups, files, isolation, processes, seccomp
 from rlx.sandbox.base import Limit
+from tests import waiting
 from tests.sandbox.test_code_grading import LIMITS
 
 
@@ -179,3 +184,27 @@ def test_the_service_needs_its_address():
     tree.sandbox.kind = "daytona"
     (problem,) = sandbox_problems(parse(tree))
     assert problem.startswith("config.sandbox.url = ''")
+
+
+def test_what_was_adopted_is_waited_for_and_children_of_ones_own_are_not():
+    processes.adopt_orphans(True)
+    processes.adopt_orphans(True)
+    processes.adopt_orphans(False)  # another still needs it
+    try:
+        said = subprocess.run(
+            ["sh", "-c", "sleep 64.5 >/dev/null 2>&1 & echo $!"], start_new_session=True, capture_output=True
+        )
+        orphan = Path(f"/proc/{int(said.stdout)}")
+        own = subprocess.Popen(["sh", "-c", "exit 3"])
+        os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+
+        def reaped() -> bool:
+            processes.reap_adopted()
+            return not orphan.exists()
+
+        assert f"PPid:\t{os.getpid()}\n" in (orphan / "status").read_text()
+        os.kill(int(said.stdout), signal.SIGKILL)
+        assert waiting.comes(reaped)
+        assert own.wait() == 3
+    finally:
+        processes.adopt_orphans(False)

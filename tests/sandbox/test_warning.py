@@ -4,9 +4,9 @@ import pytest
 
 from configs import base
 from rlx.config.parse import parse
-from rlx.environments import Environments, entered
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.interrupt import Preemption
+from rlx.sessions.environments import Environments, entered
 from tests.tiny_tokenizer import build
 
 

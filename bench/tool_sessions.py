@@ -21,7 +21,6 @@ import numpy as np
 from configs import base
 from rlx.config.parse import parse
 from rlx.config.schema import Config
-from rlx.environments import Environments
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.envs.env import ToolCall
 from rlx.envs.graders import GraderPool
@@ -35,6 +34,7 @@ from rlx.rollout.engine import Completion, Request
 from rlx.rollout.fates import Rules
 from rlx.rollout.fleet import Fleet, FleetOptions
 from rlx.rollout.producer import Producer, ProducerOptions
+from rlx.sessions.environments import Environments
 from rlx.types import StopReason, VersionSpan
 
 GROUP, TASKS = 8, 1000

@@ -19,7 +19,6 @@ from rlx.config.errors import ConfigError
 from rlx.config.schema import Config, LoraConfig
 from rlx.data.packing import PackedBatch, PackingConfig
 from rlx.data.pipeline import TaskStream, digest
-from rlx.environments import openings
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.learner.routing import RouterLosses
 from rlx.learner.state import LearnerState, init_state, make_optimizer, state_shardings
@@ -36,6 +35,7 @@ from rlx.parallel.layout import Layout, LayoutError, check, micro_batches, parse
 from rlx.parallel.mesh import Placement, make_mesh
 from rlx.rollout.collect import Sampling
 from rlx.rollout.local import LocalEngine
+from rlx.sessions.environments import openings
 from rlx.types import Task
 
 # Under model.scan_layers = "auto" the most layers that the update's program holds one after the other.

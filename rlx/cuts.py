@@ -35,8 +35,8 @@ from rlx.rollout.collect import collect
 from rlx.rollout.cuts import PASSED, CutRefused, CutStore, RecordedSession
 from rlx.rollout.tool_session import ToolSession
 from rlx.sandbox.pool import Sandboxes
+from rlx.sessions.web import WebSessions, fingerprint, whole_tasks
 from rlx.types import Task
-from rlx.web_sessions import WebSessions, fingerprint, whole_tasks
 
 SOURCES = ("reference", "policy")
 WORDS = ("record", "verify", "list")

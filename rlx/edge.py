@@ -22,7 +22,6 @@ from tqdm import tqdm
 from rlx import assemble, cli
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
-from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.export import newest
@@ -34,6 +33,7 @@ from rlx.proxy.split import SplitOptions, evidence, report, split, without_verdi
 from rlx.rollout.collect import collect
 from rlx.rollout.fates import graded
 from rlx.rollout.local import LocalEngine
+from rlx.sessions.environments import Environments
 from rlx.types import Group, StopReason, Task
 
 LIMITS = (StopReason.LENGTH, StopReason.SESSION_LIMIT, StopReason.TURN_LIMIT, StopReason.TOOL_LIMIT)

@@ -19,12 +19,12 @@ from rlx import assemble, cli, watch
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
-from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.evaluation import EvalResult, evaluate
 from rlx.export import check_run, newest
 from rlx.parallel import runtime
+from rlx.sessions.environments import Environments
 
 
 def evaluate_run(config: Config) -> tuple[int | None, EvalResult]:

@@ -19,7 +19,6 @@ from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
 from rlx.data.packing import pack as pack_batch
 from rlx.data.pipeline import TaskStream, digest
-from rlx.environments import Environments, entered
 from rlx.envs.graders import GraderPool, check_gold_answers
 from rlx.envs.tasks import build_tasks
 from rlx.feed import Feed, Overlapped, Parts, Synchronous
@@ -36,6 +35,7 @@ from rlx.processes import Peers
 from rlx.recorder import Recorder
 from rlx.rollout.records import pack, unpack
 from rlx.serving import Place, Serving, open_serving, started_servers
+from rlx.sessions.environments import Environments, entered
 from rlx.types import Task
 
 

@@ -14,7 +14,6 @@ import numpy as np
 from rlx import assemble
 from rlx.config.schema import Config
 from rlx.data.trajectories import trajectories
-from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.frozen import Pair
@@ -24,6 +23,7 @@ from rlx.proxy.signal import Signal
 from rlx.rollout.collect import collect
 from rlx.rollout.fates import graded
 from rlx.scored import ScoreCache
+from rlx.sessions.environments import Environments
 from rlx.types import Group
 
 CARRIES = 0.1  # nats: a token whose |alpha log ratio| is above carries the signal

@@ -22,10 +22,10 @@ from rlx.config.objective import ObjectiveConfig
 from rlx.config.schema import Config, LearnerConfig
 from rlx.data.examples import digest, epoch_batches, full_batches, read_examples, split
 from rlx.data.packing import PackingConfig, Trajectory, pack
-from rlx.environments import conversations
 from rlx.learner.score import mean_loss
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import StepConfig, update
+from rlx.sessions.environments import conversations
 from rlx.types import Task
 
 

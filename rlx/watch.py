@@ -28,7 +28,6 @@ from rlx import assemble
 from rlx.checkpoint import CheckpointError, Checkpoints, Restored
 from rlx.config.parse import parse
 from rlx.config.schema import Config
-from rlx.environments import Environments
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.evaluation import EvalResult, evaluate
@@ -41,6 +40,7 @@ from rlx.proxy.compare import difference
 from rlx.proxy.report import rate
 from rlx.proxy.runs import WATCH, Evaluation, Point
 from rlx.rollout.local import LocalEngine
+from rlx.sessions.environments import Environments
 from rlx.types import Task
 
 BASE = "base"

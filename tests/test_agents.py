@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from rlx.environments import Environments
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.graders import GraderPool
 from rlx.envs.sources import check_source
 from rlx.envs.tasks import build_tasks
 from rlx.rollout.collect import Sampling, collect
+from rlx.sessions.environments import Environments
 from rlx.train import train
 from tests import tiny_run
 from tests.agents.speaking import Speaking

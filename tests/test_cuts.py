@@ -8,7 +8,6 @@ import pytest
 
 from rlx import assemble, cuts, edge
 from rlx.config.schema import TaskSourceConfig
-from rlx.environments import Environments, entered, openings
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.graders import GraderPool
 from rlx.envs.grading import Outcome
@@ -22,6 +21,7 @@ from rlx.proxy.edge import EdgeOptions
 from rlx.proxy.split import SplitOptions
 from rlx.rollout.collect import Sampling, collect
 from rlx.rollout.cuts import CutRefused, CutStore
+from rlx.sessions.environments import Environments, entered, openings
 from rlx.types import StopReason
 from tests import browser, tiny_run
 from tests.agents.speaking import Speaking

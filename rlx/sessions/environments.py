@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.agent_sessions import ENVIRONMENT as AGENT
-from rlx.agent_sessions import AgentSessions
 from rlx.config.chat_checks import several_turns
 from rlx.config.schema import Config
 from rlx.envs.chat import ChatTokenizer
@@ -28,13 +26,14 @@ from rlx.envs.grading import Grade
 from rlx.envs.python_tool import PYTHON, PythonTool
 from rlx.envs.web.project import WebProject
 from rlx.envs.web.tasks import ENVIRONMENT as WEB_PROJECT
-from rlx.interrupt import Preemption
 from rlx.rollout.session import Environment, TaskEnvironment
 from rlx.rollout.tool_session import ToolSession
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
+from rlx.sessions.agents import ENVIRONMENT as AGENT
+from rlx.sessions.agents import AgentSessions
+from rlx.sessions.web import Cuts, WebSessions
 from rlx.types import Task
-from rlx.web_sessions import Cuts, WebSessions
 
 TOOLS = {
     "python_tool": (PYTHON,),
@@ -132,10 +131,18 @@ class Environments:
         return {} if self._sandboxes is None else self._sandboxes.describe()
 
 
+class Loop(Protocol):
+    """`rlx.interrupt.Preemption`, or another that has a loop."""
+
+    def finish[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` to its end."""
+        ...
+
+
 @contextlib.contextmanager
-def entered(environments: Environments, preemption: Preemption) -> Iterator[Environments]:
+def entered(environments: Environments, loop: Loop) -> Iterator[Environments]:
     """`environments`, open on the loop of a run. What does not protect this machine from programs is said on stderr."""
-    preemption.finish(environments.__aenter__())
+    loop.finish(environments.__aenter__())
     unprotected = [what for what, how in environments.describe().items() if "NOT PROTECTED" in how]
     if unprotected:
         print(
@@ -146,4 +153,4 @@ def entered(environments: Environments, preemption: Preemption) -> Iterator[Envi
     try:
         yield environments
     finally:
-        preemption.finish(environments.__aexit__(None, None, None))
+        loop.finish(environments.__aexit__(None, None, None))

@@ -8,11 +8,11 @@ from configs import base
 from rlx import assemble
 from rlx.config.errors import ConfigError
 from rlx.config.parse import parse
-from rlx.environments import Environments, conversations, openings
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.conversation import HistoryRewritten
 from rlx.rollout.session import TaskEnvironment
 from rlx.rollout.tool_session import ToolSession
+from rlx.sessions.environments import Environments, conversations, openings
 from rlx.types import Task
 from tests.tiny_tokenizer import CHATML, build
 

@@ -9,7 +9,7 @@ from rlx.metrics.ledger import Ledger
 from tests import tiny_run, tiny_tools
 
 # Right where there are too few numbers for a window, which the hidden tests ask for now and then.
-PROGRAM = "```python\ndef solve(numbers):\n    return None\n```"
+PROGRAM = "```run_python\ndef solve(numbers):\n    return None\n```"
 SOURCE = """
     options = {{"kinds": ("windows",), "tests": 12}}
     c.tasks.sources = {{
@@ -39,7 +39,7 @@ def test_programs_are_graded_by_hidden_tests_while_training(tmp_path):
     run = tmp_path / "runs" / "code"
     samples = tiny_run.samples(run)
     programs = [
-        s for s in samples if s["grade"]["extracted"] == PROGRAM.removeprefix("```python\n").removesuffix("\n```")
+        s for s in samples if s["grade"]["extracted"] == PROGRAM.removeprefix("```run_python\n").removesuffix("\n```")
     ]
     assert any(0 < s["reward"] < 1 for s in programs)
     assert all("of 12 assertions hold" in s["grade"]["detail"] for s in programs)

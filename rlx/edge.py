@@ -20,6 +20,7 @@ from absl import flags
 from tqdm import tqdm
 
 from rlx import assemble, cli
+from rlx.config.chat_checks import several_turns
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
 from rlx.envs.graders import GraderPool
@@ -58,22 +59,26 @@ class Attempts:
 
     async def ask(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(passes, attempts with a verdict) of each task."""
-        groups = await asyncio.gather(*(self._group(i, int(n)) for i, n in enumerate(wanted) if n))
+        asked = [(int(count), np.flatnonzero(wanted == count)) for count in np.unique(wanted[wanted > 0])]
+        if several_turns(self.config):  # all together they might hold more than there are sandboxes
+            found = [await self._groups(count, tasks) for count, tasks in asked]
+        else:
+            found = await asyncio.gather(*(self._groups(count, tasks) for count, tasks in asked))
         self.round += 1
         passes, attempts = np.zeros_like(wanted), np.zeros_like(wanted)
-        for i, group in zip(np.flatnonzero(wanted), groups):
-            passes[i] = sum(s.reward >= PASS for s in group.samples)
-            attempts[i] = len(group.samples)
-            self.limited[i] += sum(s.stop_reason in LIMITS for s in group.samples)
+        for (_, tasks), groups in zip(asked, found):
+            for i, group in zip(tasks, groups, strict=True):
+                passes[i] = sum(s.reward >= PASS for s in group.samples)
+                attempts[i] = len(group.samples)
+                self.limited[i] += sum(s.stop_reason in LIMITS for s in group.samples)
         return passes, attempts
 
-    async def _group(self, task: int, count: int) -> Group:
+    async def _groups(self, count: int, tasks: np.ndarray) -> list[Group]:
         # A number of its own for every round: the same one would draw the same samples again.
-        number = self.round * len(self.tasks) + task
+        first = self.round * len(self.tasks)
         sampling = dataclasses.replace(assemble.sampling(self.config), group_size=count, seed=self._seed)
-        asked = [(number, self.tasks[task])]
-        (group,) = await collect(self.engine, self.environments, asked, sampling)
-        return graded(group)
+        asked = [(first + int(task), self.tasks[task]) for task in tasks]
+        return [graded(group) for group in await collect(self.engine, self.environments, asked, sampling)]
 
     @property
     def _seed(self) -> int:

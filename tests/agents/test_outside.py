@@ -16,6 +16,7 @@ from rlx.metrics.ledger import Ledger
 from rlx.rollout.budgets import Budgets
 from rlx.rollout.buffer import Buffer
 from rlx.rollout.collect import Sampling as Draws
+from rlx.rollout.collect import collect
 from rlx.rollout.fates import Rules
 from rlx.rollout.fleet import Fleet, FleetOptions
 from rlx.rollout.producer import Producer, ProducerOptions
@@ -168,3 +169,17 @@ def test_a_program_that_cannot_be_started_is_the_agents_failure(tokenizer):
                 await session.reset()
 
     asyncio.run(main())
+
+
+def test_synchronous_sessions_go_on_without_one_whose_agent_asks_nothing(tokenizer):
+    engine, agents = Speaking(tokenizer, ["first", "second"]), iter([silent, two_questions])
+
+    async def main():
+        async with Endpoint("policy", Sampling.RUN) as endpoint:
+            make = lambda task: OutsideAgent(task, endpoint, ChatFormat(tokenizer), next(agents), judge)  # noqa: E731
+            return await collect(engine, make, [(0, TASK)], Draws(2, 60, 1.0, False, 0, retries=0))
+
+    [group] = asyncio.run(main())
+    assert [s.grade["outcome"] for s in group.samples] == ["error", "graded"]
+    assert "without asking" in group.samples[0].grade["detail"]
+    assert [s.reward for s in group.samples] == [0.0, 1.0]

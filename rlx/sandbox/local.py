@@ -38,8 +38,9 @@ class LocalSandboxes:
         if config.kind == "daytona":
             raise ValueError("sandbox.kind = 'daytona' is not a sandbox of this machine: rlx.sandbox.daytona has those")
         self._config, self._kind = config, config.kind
-        self._filter = seccomp.program() if config.kind == "bubblewrap" else None
         self._groups = cgroups.find()
+        isolated, grouped = config.kind == "bubblewrap", bool(self._groups.version)
+        self._filter = seccomp.program(grouped=grouped) if isolated else None
         self._shared: _Shared | None = None
         self._slots = list(range(config.max_open + 1))  # one for the probe
         self._made = 0

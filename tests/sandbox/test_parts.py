@@ -132,6 +132,9 @@ def test_the_filter_refuses_what_it_names_and_nothing_else(machine, audit, ptrac
     assert run_filter(code, read, audit) == 0x7FFF0000
     assert run_filter(code, read, 0x40000003) == 0x80000000  # a 32-bit program
     assert run_filter(code, 0x40000000 | read, audit) == 0x00050001
+    alone = seccomp.program(machine, grouped=False)
+    assert alone is not None
+    assert len({number for number in range(600) if run_filter(alone, number, audit) == 0x00050001} - refused) == 3
     assert seccomp.program("riscv64") is None
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 
 from rlx.assemble import device_batch, step_config
 from rlx.config.schema import Config
-from rlx.data.packing import PackingConfig, Trajectory, pack
+from rlx.data.packing import FrozenArray, PackingConfig, Trajectory, pack
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import MicroBatch, StepConfig, Total, apply, slice_gradient
 from rlx.models.description import Architecture, Params, ParamSpec
@@ -28,6 +28,8 @@ from rlx.models.spec import param_specs
 from rlx.models.transformer import prefix_sharing_unsupported_reason
 from rlx.parallel.layout import Layout, check
 from rlx.parallel.mesh import Placement, make_mesh
+from rlx.planning import scoring
+from rlx.planning.case import case_of
 from rlx.types import TopK
 
 ROW_TOKENS = 64  # of a row of the batch, or the next multiple that context parallelism needs
@@ -109,7 +111,7 @@ def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype:
         step_config(config, arch, 2 * rows), dtype=dtype, head_precision=None, logprob_implementation="xla"
     )
     share = config.learner.prefix_sharing and prefix_sharing_unsupported_reason(arch) is None
-    batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share)
+    batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share, frozen_arrays(config, arch))
     if dtype == "float64":  # what the sampler recorded too: a sum of float32 depends on how a program is cut
         batch = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch)
     if config.lora.rank:
@@ -132,14 +134,42 @@ def drawn(specs: Params, seed: int, dtype: str) -> Params:
     return jax.tree.unflatten(structure, [jnp.asarray(draw(spec), dtype) for spec in leaves])
 
 
-def drawn_batch(arch: Architecture, rows: int, tokens: int, head_size: int, share: bool) -> MicroBatch:
+def frozen_arrays(config: Config, arch: Architecture) -> tuple[FrozenArray, ...]:
+    """What frozen policies would give the batch: a reference, teachers or signals."""
+    most = arch.vocab_size if config.objective.distill.form == "full" else _candidates(config.rollout.head_size, arch)
+    return tuple(
+        FrozenArray(name, min(sizes[2], most) if sizes[2:] else 0, dtype)
+        for name, (dtype, sizes) in scoring.arrays(case_of(config, arch)).items()
+    )
+
+
+def _candidates(head_size: int, arch: Architecture) -> int:
+    return min(head_size, arch.vocab_size // 2)
+
+
+def drawn_batch(
+    arch: Architecture, rows: int, tokens: int, head_size: int, share: bool, frozen: tuple[FrozenArray, ...] = ()
+) -> MicroBatch:
     """Two sequences a row, which begin alike."""
-    random = np.random.default_rng(SEED)
-    head = min(head_size, arch.vocab_size // 2)
+    random, scored = np.random.default_rng(SEED), np.random.default_rng(SEED + 1)
+    head = _candidates(head_size, arch)
     trajectories = [each for group in range(rows) for each in _pair(random, arch.vocab_size, group, tokens, head)]
-    packed = pack(trajectories, PackingConfig(tokens, tokens, rows, 1, head, share))
+    trajectories = [dataclasses.replace(t, frozen=_scores(scored, frozen, int(t.mask.sum()))) for t in trajectories]
+    packed = pack(trajectories, PackingConfig(tokens, tokens, rows, 1, head, share, frozen=frozen))
     [batch] = device_batch(packed)
     return batch
+
+
+def _scores(random: np.random.Generator, arrays: tuple[FrozenArray, ...], targets: int) -> dict[str, np.ndarray]:
+    """Log-probs, differences of them, and an overlap, a share."""
+
+    def draw(array: FrozenArray) -> np.ndarray:
+        shape = (targets, array.candidates) if array.candidates else (targets,)
+        if array.name == "overlap":
+            return random.uniform(0, 1, shape)
+        return -random.uniform(1, 8, shape) if array.name.endswith("logprobs") else random.normal(0, 0.3, shape)
+
+    return {array.name: draw(array).astype(array.dtype) for array in arrays}
 
 
 def _pair(random: np.random.Generator, vocab: int, group: int, tokens: int, head: int) -> Iterator[Trajectory]:

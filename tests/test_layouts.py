@@ -34,8 +34,11 @@ ALL = [
 ]
 
 
-def recipe(kind: str, rank: int) -> Config:
+def recipe(kind: str, rank: int, *objective: str) -> Config:
     words = ["verify-layout", f"--config=configs/tiny_{kind}.py", f"--config.lora.rank={rank}"]
+    words += [f"--config.objective.{word}" for word in objective]
+    if any(word.startswith("distill.form") for word in objective):
+        words += ["--config.frozen.signals=('nowhere',)", "--config.rollout.filter_no_signal=False"]
     return config_from_argv(words, flags.FlagValues(), simulated=True)
 
 
@@ -54,6 +57,23 @@ def test_a_layout_computes_what_one_device_does(kind, layout, rank):
     assert found.loss_error <= LOSS_TOLERANCE
     assert found.worst.error <= GRADIENT_TOLERANCE, found.worst
     assert max(change.error for change in found.changes) <= UPDATE_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["kl_coefficient=0.1"],
+        ["loss=reinforce", "centering=off", "distill.form=sampled", "distill.signal=proxy", "distill.filter=agreeing"],
+        ["loss=reinforce", "centering=off", "distill.form=top_k", "distill.signal=proxy"],
+    ],
+)
+def test_layouts_are_compared_with_what_frozen_policies_say(words):
+    config = recipe("dense", 0, *words)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        found, _ = compare(config, read_config(config.model.path), parse_layout("DP2"), "float64")
+    assert found.loss_error <= LOSS_TOLERANCE
+    assert found.worst.error <= GRADIENT_TOLERANCE, found.worst
 
 
 @pytest.mark.exhaustive

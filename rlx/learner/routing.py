@@ -17,7 +17,8 @@ from rlx.algos.metrics import Metrics
 from rlx.models.description import Architecture
 from rlx.models.moe import Routing
 
-LOAD = "train/moe/load"  # in `Metrics.counts`: tokens by [layer, expert], of all micro-batches
+# In `Metrics.counts`, of all micro-batches: tokens by [layer, expert], and `Routing.dropped` by [layer].
+LOAD, DROPPED = "train/moe/load", "train/moe/dropped"
 
 
 class RouterLosses(NamedTuple):
@@ -50,7 +51,7 @@ def with_routing(
         "train/moe/balance_loss": (stopped(balance) * share, share),
         "train/moe/z_loss": (stopped(z) * share, share),
     }
-    counts = metrics.counts | {LOAD: stopped(routing.load)}
+    counts = metrics.counts | {LOAD: stopped(routing.load), DROPPED: routing.dropped}
     metrics = dataclasses.replace(metrics, means=metrics.means | means, counts=counts)
     return loss + share * (losses.balance * balance + losses.z * z), metrics
 
@@ -69,6 +70,7 @@ def load_values(arch: Architecture, counts: Mapping[str, np.ndarray]) -> dict[st
         "train/moe/max_load": float(largest.max()),
         "train/moe/load_cv": float(spread.mean()),
         "train/moe/dead_experts": float(dead.sum()),
+        "train/moe/dropped_fraction": float(np.sum(counts[DROPPED]) / max(load.sum(), 1.0)),
     }
     for layer, *of_layer in zip(arch.expert_layers, largest, spread, dead, strict=True):
         names = ("max_load", "load_cv", "dead_experts")

@@ -132,6 +132,7 @@ _LEARNING: tuple[Metric, ...] = (
     Metric("train/moe/max_load", "1", "load of a layer's busiest expert over its mean, largest layer", "expert load"),
     Metric("train/moe/load_cv", "1", "deviation of the experts' load over its mean, mean of layers", "expert load"),
     Metric("train/moe/dead_experts", "experts", "experts that no token of the batch came to, all layers"),
+    Metric("train/moe/dropped_fraction", "fraction", "choices that came to no expert: no room in an exchange"),
     Metric("train/moe/balance_loss", "1", "E Σ share x mean score of experts; 1 = balanced", "router losses"),
     Metric("train/moe/z_loss", "1", "mean squared logsumexp of the router's logits", "router losses"),
     Metric("train/moe/max_load_layer_{layer}", "1", "the busiest expert's load over the mean, of one layer"),

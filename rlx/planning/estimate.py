@@ -69,9 +69,9 @@ def weighted(made: Temporaries) -> Temporaries:
 
 
 def outputs(case: Case) -> int:
-    """Of the same program: the sum, with how many tokens each expert got."""
+    """Of the same program: the sum, with how many tokens each expert got and each layer dropped."""
     experts = [layer.mlp.count for layer in case.arch.layers if isinstance(layer.mlp, Experts)]
-    return held(case).gradients + sum(experts) * WIDE + SUMS
+    return held(case).gradients + (sum(experts) + len(experts)) * WIDE + SUMS
 
 
 def arguments(case: Case) -> int:

@@ -118,10 +118,12 @@ def test_losses_are_those_of_their_papers(model):
 
 
 def test_loads_as_numbers(model):
-    values = load_values(model[0], {"train/moe/load": np.array([[4, 4, 4, 4], [0, 0, 8, 8]])})
+    load, dropped = np.array([[4, 4, 4, 4], [0, 0, 8, 8]]), np.array([0, 8])
+    values = load_values(model[0], {"train/moe/load": load, "train/moe/dropped": dropped})
     assert values["train/moe/max_load"] == values["train/moe/max_load_layer_1"] == 2
     assert values["train/moe/max_load_layer_0"] == 1
     assert values["train/moe/dead_experts"] == 2
+    assert values["train/moe/dropped_fraction"] == 0.25
     assert values["train/moe/load_cv"] == pytest.approx(0.5)
     assert load_values(model[0], {}) == {}
 
@@ -215,6 +217,7 @@ def test_router_losses_move_the_router_and_loads_are_counted(model):
         values = metrics.values() | load_values(arch, jax.device_get(metrics.counts))
         assert values["train/moe/balance_loss"] >= 1 - 1e-3
         assert values["train/moe/max_load"] > 1
+        assert values["train/moe/dropped_fraction"] == 0
     assert np.abs(moved["on"] - moved["off"]).max() > 1e-5
 
 

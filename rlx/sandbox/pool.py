@@ -102,7 +102,8 @@ class _Pooled:
     """A sandbox that waits for its turn to run and gives its place back when it is closed."""
 
     def __init__(self, pool: Sandboxes, inner: Sandbox, *, at_once: bool):
-        self._pool, self._inner, self._closed = pool, inner, False
+        self._pool, self._inner = pool, inner
+        self._closing: asyncio.Task[None] | None = None
         self._turn: AbstractAsyncContextManager[None] = contextlib.nullcontext() if at_once else pool.turns
         self.write, self.read, self.list = inner.write, inner.read, inner.list
         self.snapshot, self.restore = inner.snapshot, inner.restore
@@ -119,12 +120,16 @@ class _Pooled:
             return await self._inner.run(command, stdin=stdin, timeout_s=timeout_s, env=env)
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            try:
-                await self._inner.close()
-            finally:
-                self._pool.forget(self)
+        """Goes on where whoever waits for it is cancelled: its place is free when it is gone."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await self._inner.close()
+        finally:
+            self._pool.forget(self)
 
 
 def provider_of(config: SandboxConfig) -> Provider:

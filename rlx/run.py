@@ -19,10 +19,10 @@ from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
 from rlx.data.packing import pack as pack_batch
 from rlx.data.pipeline import TaskStream, digest
+from rlx.distillation.frozen import Frozen, open_frozen
 from rlx.envs.graders import GraderPool, check_gold_answers
 from rlx.envs.tasks import build_tasks
 from rlx.feed import Feed, Overlapped, Parts, Synchronous
-from rlx.frozen import Frozen, open_frozen
 from rlx.interrupt import Preemption
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import StepConfig, compile_update

@@ -28,9 +28,9 @@ from absl import flags
 
 from rlx import cli
 from rlx.config.flags import config_or_exit
+from rlx.distillation.provenance import read_origin
 from rlx.envs.vocabulary import read_vocabulary
 from rlx.metrics.jsonl import encode
-from rlx.provenance import read_origin
 from rlx.proxy.report import Table, markdown_table, short, span, whole
 from rlx.proxy.signal import Part, Signal, SignalError, check_models, find_signals, read_part, read_signal, write_signal
 from rlx.proxy.vocabulary import shared_ids, vocabulary_hash
@@ -123,7 +123,7 @@ def _part(part: Part) -> str:
 
 
 def judged(found: dict[str, Any]) -> list[str]:
-    """What `rlx.signal_measure.figures` says, in words."""
+    """What `rlx.distillation.measure.figures` says, in words."""
     agreement = "no pair of attempts with different rewards"
     if found["agreement"] is not None:
         agreement = f"{found['agreement']:.3f} of {found['pairs']} pairs are ordered as their rewards (0.5 is chance)"
@@ -141,7 +141,7 @@ def verify(path: str, rest: list[str]) -> dict[str, Any]:
     check_models(signal)
     result: dict[str, Any] = {"signal": path, "valid": True}
     if any(word.partition("=")[0] == "--config" for word in rest):
-        from rlx.signal_measure import measure  # what only looks at files needs no jax
+        from rlx.distillation.measure import measure  # what only looks at files needs no jax
 
         own = flags.FlagValues()
         tasks = flags.DEFINE_integer("tasks", 32, "tasks that are attempted", flag_values=own)
@@ -153,8 +153,8 @@ def verify(path: str, rest: list[str]) -> dict[str, Any]:
 
 
 def calibrated(rest: list[str]) -> list[str]:
-    """Runs the search of `rlx.calibrate` and says what it found."""
-    from rlx.calibrate import described, search  # it trains
+    """Runs the search of `rlx.distillation.calibrate` and says what it found."""
+    from rlx.distillation.calibrate import described, search  # it trains
 
     own = flags.FlagValues()
     lams = flags.DEFINE_list("lambdas", ["2", "1.5", "1", "0.75", "0.5"], "to try, largest first", flag_values=own)

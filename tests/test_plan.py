@@ -14,7 +14,7 @@ from absl import flags
 from rlx import plan
 from rlx.config.errors import ConfigError
 from rlx.config.flags import config_from_argv
-from rlx.frozen import Frozen
+from rlx.distillation.frozen import Frozen
 from rlx.models.description import DeltaNet
 from rlx.models.hf_config import read_config
 from rlx.models.spec import param_specs

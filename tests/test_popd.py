@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from absl import flags
 
-from rlx import assemble, frozen, signal, train
+from rlx import assemble, signal, train
 from rlx.config.flags import config_from_argv
 from rlx.data.packing import pack
+from rlx.distillation import frozen
 from rlx.interrupt import EXIT_PREEMPTED
 from rlx.learner.score import score_sequences
 from rlx.models.hf import save_params

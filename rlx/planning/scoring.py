@@ -1,6 +1,6 @@
 """What frozen policies add to an update: their weights, the arrays that they give a batch, a forward pass of each.
 
-Roles of equal weights are one policy, as in `rlx.policies`; here they are told apart by their directories.
+Roles of equal weights are one policy, as in `rlx.distillation.policies`; here they are told apart by their directories.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _numbers(arch: Architecture, layout: Layout) -> int:
 
 
 def arrays(case: Case) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, sizes) of what `rlx.frozen` gives a micro-batch, by name, where all policies have the same vocabulary."""
+    """(dtype, sizes) of what `rlx.distillation.frozen` gives a micro-batch, by name, where all policies have the same vocabulary."""
     distill, reference = case.config.objective.distill, case.config.objective.needs_reference
     names = ["reference_logprobs"] if reference else []
     wide: list[str] = []

@@ -14,15 +14,15 @@ import numpy as np
 from rlx import assemble
 from rlx.config.schema import Config
 from rlx.data.trajectories import trajectories
+from rlx.distillation.cache import ScoreCache
+from rlx.distillation.frozen import Pair
+from rlx.distillation.policies import Policies
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
-from rlx.frozen import Pair
 from rlx.parallel import runtime
-from rlx.policies import Policies
 from rlx.proxy.signal import Signal
 from rlx.rollout.collect import collect
 from rlx.rollout.fates import graded
-from rlx.scored import ScoreCache
 from rlx.sessions.environments import Environments
 from rlx.types import Group
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlx.calibrate import Trial, calibrate, described
 from rlx.config.errors import ConfigError
+from rlx.distillation.calibrate import Trial, calibrate, described
 from rlx.proxy.calibration import fit_lambda
 from tests import tiny_run
 

@@ -24,12 +24,12 @@ from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.data.packing import FrozenArray, PackingConfig, Trajectory
 from rlx.data.trajectories import trajectories
+from rlx.distillation.cache import ScoreCache, Scores
+from rlx.distillation.policies import Policies, Policy, current
 from rlx.learner.step import StepConfig
 from rlx.models.spec import Params
-from rlx.policies import Policies, Policy, current
 from rlx.proxy.signal import check_models, read_part, read_signal
 from rlx.rollout.fates import graded
-from rlx.scored import ScoreCache, Scores
 from rlx.types import Group
 
 FULL_BYTES = 2 << 30  # that log-probs of all ids at the targets of a micro-batch may take

@@ -19,6 +19,7 @@ import numpy as np
 from rlx import assemble
 from rlx.config.errors import ConfigError
 from rlx.data.packing import PackingConfig, Trajectory, pack
+from rlx.distillation.cache import ScoreCache, Scores
 from rlx.envs.vocabulary import read_vocabulary
 from rlx.learner.frozen import SharedIds, frozen_stats, scoring_config
 from rlx.learner.step import StepConfig
@@ -30,7 +31,6 @@ from rlx.models.spec import Architecture, Params, param_specs
 from rlx.models.transformer import prefix_sharing_unsupported_reason
 from rlx.proxy.signal import Part
 from rlx.proxy.vocabulary import shared_ids, vocabulary_hash
-from rlx.scored import ScoreCache, Scores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

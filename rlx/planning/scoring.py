@@ -79,7 +79,7 @@ def _numbers(arch: Architecture, layout: Layout) -> int:
 
 
 def arrays(case: Case) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, sizes) of what `rlx.distillation.frozen` gives a micro-batch, by name, where all policies have the same vocabulary."""
+    """(dtype, sizes) of what `rlx.distillation.frozen` gives a micro-batch, by name, where all have one vocabulary."""
     distill, reference = case.config.objective.distill, case.config.objective.needs_reference
     names = ["reference_logprobs"] if reference else []
     wide: list[str] = []

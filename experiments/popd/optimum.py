@@ -2,13 +2,13 @@
 
 python -m experiments.popd.optimum        experiments/popd/optima.csv, of the models that experiments.popd.run made
 
-The three models' log-probs are added at every token and the next one is drawn from what comes out.
+On the held-out questions of the runs, 4 attempts at each. At every token the three models' log-probs are
+added, and the next one is drawn from what comes out.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,10 +17,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
 from configs.rl import HOME
-from experiments.popd.run import LAMBDAS, SEEDS
+from experiments.popd.run import LAMBDAS, POPD, SEEDS
+from rlx.config.flags import config_from_argv
 from rlx.envs.chat import load_chat_tokenizer
+from rlx.envs.tasks import build_tasks
 from rlx.models import hf
 from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import forward, head_matrix
@@ -28,7 +31,7 @@ from rlx.models.transformer import forward, head_matrix
 OPTIMA = Path("experiments/popd/optima.csv")
 COLUMNS = ("proxy", "seed", "lambda", "pass_rate", "not_digits")
 SMALLER = (0.01, 0.02)  # below what a run may have
-QUESTIONS, ATTEMPTS = 100, 4
+ATTEMPTS = 4
 
 Model = tuple[Architecture, Params]
 
@@ -62,17 +65,19 @@ def drawn(parts: Sequence[tuple[Model, float]], prompts: np.ndarray, length: int
 
 def measure(proxy: str, seed: int, target: Model, base: Model, lams: Sequence[float]) -> list[tuple[object, ...]]:
     tokenizer = load_chat_tokenizer(str(Path(HOME) / "target_base" / "sft"), "", "")
-    lines = (Path(HOME) / "tasks.jsonl").read_text(encoding="utf-8").splitlines()[:QUESTIONS]
-    tasks = [json.loads(line) for line in lines for _ in range(ATTEMPTS)]
-    prompts = np.stack([tokenizer.encode_prompt(task["question"]) for task in tasks])
+    # The held-out questions of the runs.
+    config = config_from_argv(["optimum", f"--config={POPD}"], flags.FlagValues())
+    tasks = [task for task in build_tasks(config.tasks)[1] for _ in range(ATTEMPTS)]
+    answers = [str(task.answer) for task in tasks]
+    prompts = np.stack([tokenizer.encode_prompt(task.question) for task in tasks])
     expert = load(Path(HOME) / f"{proxy}_expert_seed={seed}" / "model")
     rows: list[tuple[object, ...]] = []
     for lam in lams:
         parts = [(target, 1.0), (expert, 1 / lam), (base, -1 / lam)]
-        written = drawn(parts, prompts, len(tasks[0]["answer"]) + 1, seed)
+        written = drawn(parts, prompts, len(answers[0]) + 1, seed)
         texts = [tokenizer.decode(ids) for ids in written]
         ended = written[:, -1] == tokenizer.end_of_turn_id
-        right = [text == task["answer"] and end for text, task, end in zip(texts, tasks, ended, strict=True)]
+        right = [text == answer and end for text, answer, end in zip(texts, answers, ended, strict=True)]
         strange = np.mean([not text[:5].isdigit() for text in texts])
         rows.append((proxy, seed, lam, round(float(np.mean(right)), 4), round(float(strange), 4)))
     return rows

@@ -17,7 +17,7 @@ from rlx.config.sandbox_checks import MAX_OPEN, sandbox_problems
 from rlx.sandbox import cgroups, files, isolation, processes, seccomp
 from rlx.sandbox.base import Limit
 from tests import waiting
-from tests.sandbox.test_code_grading import LIMITS
+from tests.envs.code.test_grading import LIMITS
 
 
 def hierarchies(tmp_path, mounts: str, own: str) -> cgroups.Hierarchies:

@@ -18,7 +18,7 @@ from rlx.envs.code.tasks import KINDS, Functions, hidden_tests, make_functions, 
 from rlx.envs.grading import Grade, Outcome
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
-from tests.sandbox.forgeries import FORGERIES
+from tests.envs.code.forgeries import FORGERIES
 
 LIMITS = SandboxLimits(
     wall_s=20.0,

@@ -17,7 +17,7 @@ from rlx.envs.sources import check_source, read_source
 from rlx.envs.tool_calls import parse_calls
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
-from tests.sandbox.test_code_grading import CONFIG
+from tests.envs.code.test_grading import CONFIG
 
 TASK = make_functions("f", {}, 1, 0)[0]
 SOLUTION = TASK.metadata["solution"]

@@ -58,10 +58,10 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
     """Run `config` to its end and return its summary. peers: the trainer's other processes.
 
     Raises:
-      ConfigError: the configuration asks for what this program does not do.
-      Preempted: SIGTERM or Ctrl-C; a checkpoint of the last whole update is saved.
-      TrainingStopped: see there. Further errors: `rlx.run.open_training`.
+      ConfigError: the configuration asks for what this program does not do. TrainingStopped: see there.
+      Preempted: SIGTERM or Ctrl-C; a checkpoint of the last whole update is saved. What `open_training` raises.
     """
+    updates = config.learner.updates
     refuse_unsupported(config)
     if (done := finished(config)) is not None:
         return done
@@ -73,7 +73,6 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
             # ------------------------------------------------ before: the base model, a cold start
             if whole is None:
                 examples = sft_examples(config, run.model, run.held_out)  # a wrong file must not cost an evaluation
-                updates = config.learner.updates
                 run.recorder.progress.message(f"{run.directory}: {updates} updates; the first ones compile")
                 measure(run, "base")
                 if examples:
@@ -88,7 +87,7 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
             # ------------------------------------------------ the loop
             with run.open_feed() as feed:
                 whole = whole_moment(run, feed)
-                while run.progress.update < config.learner.updates:
+                while run.progress.update < updates:
                     run.preemption.check()
                     if evaluation_is_due(run):
                         measure(run, f"update {run.progress.update}")
@@ -111,8 +110,7 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
                     stop_where_hopeless(run, batch.groups)
                     stop_where_collapsed(run)
                     # The last one is saved with the evaluation that follows it.
-                    last = run.progress.update == config.learner.updates
-                    if run.progress.update % config.checkpoint.every == 0 and not last:
+                    if run.progress.update % config.checkpoint.every == 0 and run.progress.update < updates:
                         with run.timers("save"):
                             run.save(whole(), feed)
 

@@ -109,10 +109,7 @@ def train(config: Config, peers: Peers = ALONE) -> dict[str, Any]:
                     run.audit(version)
                     stop_where_hopeless(run, batch.groups)
                     stop_where_collapsed(run)
-                    # The last one is saved with the evaluation that follows it.
-                    if run.progress.update % config.checkpoint.every == 0 and run.progress.update < updates:
-                        with run.timers("save"):
-                            run.save(whole(), feed)
+                    save_where_due(run, feed, whole)
 
             # ------------------------------------------------ after
             measure(run, "after")
@@ -200,6 +197,14 @@ def rows_of_process(run: Run, packed: PackedBatch, process: int) -> assemble.Bat
     """Those that its devices hold."""
     assert run.step.placement is not None
     return assemble.batch_rows(packed, *run.step.placement.rows_of(process, packed.tokens.shape[1]))
+
+
+def save_where_due(run: Run, feed: Feed, whole: Callable[[], Moment]) -> None:
+    """The last update is saved with the evaluation that follows it."""
+    update, config = run.progress.update, run.config
+    if update % config.checkpoint.every == 0 and update < config.learner.updates:
+        with run.timers("save"):
+            run.save(whole(), feed)
 
 
 def serve_cold_start(run: Run) -> None:

@@ -35,6 +35,13 @@ class _Live:
     process: subprocess.Popen[bytes]
     connection: Connection
 
+    def send(self, message: Any) -> None:
+        """Raises: WorkerDied, and whatever pickling raises."""
+        try:
+            self.connection.send(message)
+        except OSError as error:  # it is dying, which `poll` may not know yet
+            raise WorkerDied(f"the worker process ended with exit code {self.process.wait()}") from error
+
     def receive(self, timeout_s: float) -> Any:
         """Raises: WorkerTimeout, with the process still running; WorkerDied."""
         try:
@@ -88,8 +95,8 @@ class Worker:
             self.stop()
             live = self.start()
             self.wait_ready()
-        live.connection.send((arguments, timeout_s))
         try:
+            live.send((arguments, timeout_s))
             return live.receive(timeout_s)
         except (WorkerDied, WorkerTimeout):
             self.stop()

@@ -77,7 +77,10 @@ def test_a_tokenizer_of_another_model_is_refused(config, tmp_path):
 
 
 def test_prompts_must_leave_room_for_a_response(config, model):
-    tasks = [dataclasses.replace(make_task(i), question=question) for i, question in enumerate(["1+1", "1+11"])]
+    tasks = [
+        dataclasses.replace(make_task(i), source="digits", question=question)
+        for i, question in enumerate(["1+1", "1+11"])
+    ]
     short, long = (len(model.tokenizer.encode_prompt(t.question)) for t in tasks)
     response = config().rollout.max_new_tokens
     assert assemble.check_prompts(config(engine__context=long + response), model.tokenizer, tasks) is None
@@ -185,7 +188,7 @@ def test_the_packing_holds_every_sample(config):
     """63 samples at worst have a row each; four rows are a micro-batch."""
     c = config(learner__row_targets=64)
     packing = assemble.packing_config(c, 63, head=4)
-    assert dataclasses.astuple(packing) == (256, 64, 4, 16, 4, True, None, False)
+    assert dataclasses.astuple(packing) == (256, 64, 4, 16, 4, True, None, False, ())
     assert assemble.packing_config(config(), 64, head=0).row_targets == 256
     assert not assemble.packing_config(config(learner__prefix_sharing=False), 64, head=0).share_prefixes
 

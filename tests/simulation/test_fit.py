@@ -142,7 +142,8 @@ def test_a_run_of_scripted_engines_predicts_another_one():
         guess = simulate(dataclasses.replace(config(**own, **changes), simulate=found))
         truth = scripted(sessions, lag)
         predicted = (guess.update_minutes * 60, guess.trainer_wait_share, guess.age_mean)
-        assert predicted == pytest.approx(truth, rel=0.2), (sessions, lag)
+        # Ages are whole updates, so their mean over forty of them is known to about a tenth of one.
+        assert predicted == pytest.approx(truth, rel=0.2, abs=0.1), (sessions, lag)
 
 
 def test_where_always_as_many_ran_the_step_is_taken_to_be_constant():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.base import get_config
+from configs.base import get_config, source
 from rlx import assemble
 from rlx.config.errors import ConfigError
 from rlx.config.parse import parse
@@ -31,6 +31,7 @@ def config(directory):
     def make(**changes):
         c = get_config()
         c.model.path = directory
+        c.tasks.sources.sums = source(path="tasks.jsonl")
         c.engine.update({"slots": 3, "context": 32, "prefill_buckets": (8, 16), "prefill_rows": 2})
         c.engine.steps_per_dispatch = 3
         c.rollout.max_new_tokens = 10
@@ -77,10 +78,7 @@ def test_a_tokenizer_of_another_model_is_refused(config, tmp_path):
 
 
 def test_prompts_must_leave_room_for_a_response(config, model):
-    tasks = [
-        dataclasses.replace(make_task(i), source="digits", question=question)
-        for i, question in enumerate(["1+1", "1+11"])
-    ]
+    tasks = [dataclasses.replace(make_task(i), question=question) for i, question in enumerate(["1+1", "1+11"])]
     short, long = (len(model.tokenizer.encode_prompt(t.question)) for t in tasks)
     response = config().rollout.max_new_tokens
     assert assemble.check_prompts(config(engine__context=long + response), model.tokenizer, tasks) is None

@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -102,7 +102,12 @@ async def measure(attempts: Attempts, options: EdgeOptions) -> Tally:
     return tally
 
 
-def find(config: Config, options: EdgeOptions, splitting: SplitOptions, *, checkpoint: bool = False) -> Report:
+class Found(NamedTuple):
+    report: Report
+    no_split: str  # why the split that was asked for is impossible; "" = it is in the report
+
+
+def find(config: Config, options: EdgeOptions, splitting: SplitOptions, *, checkpoint: bool = False) -> Found:
     """The edge tasks of a recipe. Raises ValueError or OSError for tasks or models that cannot be used."""
     runtime.use_compilation_cache(config.run.compilation_cache)
     tasks = [task for part in build_tasks(config.tasks) for task in part]
@@ -122,7 +127,12 @@ def find(config: Config, options: EdgeOptions, splitting: SplitOptions, *, check
     named = [(task.id, task.source) for task in tasks]
     rows = evidence(named, tally, attempts.limited, verdicts, config.rollout.group_size)
     about: dict[str, Any] = {"model": config.model.path, "version": version, "group_size": config.rollout.group_size}
-    return report(rows, verdicts, split(rows, splitting), options, about, without_verdict(named, tally))
+    chosen, no_split = None, ""
+    try:
+        chosen = split(rows, splitting)
+    except ValueError as error:  # the attempts were dear, so they are written all the same
+        no_split = str(error)
+    return Found(report(rows, verdicts, chosen, options, about, without_verdict(named, tally)), no_split)
 
 
 def own_flags() -> flags.FlagValues:
@@ -141,7 +151,7 @@ def own_flags() -> flags.FlagValues:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`rlx edge`: prints what was found and writes it."""
+    """`rlx edge`: prints what was found and writes it; 1 where the split that was asked for is impossible."""
     own = own_flags()
     config = config_or_exit(list(sys.argv if argv is None else argv), own, __doc__ or "")
     value: dict[str, Any] = own.flag_values_dict()
@@ -150,9 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     splitting = SplitOptions(value["train"], value["held_out_similar"], value["held_out_new"], config.tasks.seed)
     found = find(config, options, splitting, checkpoint=value["checkpoint"])
-    written = found.write(Path(value["to"]), "edge")
-    print("\n".join(found.lines))
+    written = found.report.write(Path(value["to"]), "edge")
+    print("\n".join(found.report.lines))
     print(f"wrote {', '.join(map(str, written))}", file=sys.stderr)
+    if found.no_split:
+        raise ValueError(found.no_split)
     return 0
 
 

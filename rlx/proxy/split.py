@@ -92,6 +92,8 @@ def split(rows: Sequence[Evidence], options: SplitOptions) -> Split:
       ValueError: too few edge tasks, or only one source where new ones are asked for; says how many there are.
     """
     edges = [row for row in rows if row.is_edge]
+    if not edges:
+        raise ValueError(_no_edge(rows))
     rng = random.Random(f"{options.seed}/edge split")
     new_sources = _new_sources(edges, options.held_out_new, rng)
     new = [row.task for row in edges if row.source in new_sources][: options.held_out_new]
@@ -105,6 +107,15 @@ def split(rows: Sequence[Evidence], options: SplitOptions) -> Split:
     left = sorted((row for row in known if row.task not in similar), key=lambda row: row.no_signal)
     train = [row.task for row in left[: options.train or None]]
     return Split(tuple(train), tuple(row.task for row in known if row.task in similar), tuple(new))
+
+
+def _no_edge(rows: Sequence[Evidence]) -> str:
+    never, always = sum(not row.passes for row in rows), sum(row.passes == row.attempts for row in rows)
+    return (
+        f"no task's pass rate is in the band: of {len(rows)} tasks {never} never passed, {always} always, "
+        f"{len(rows) - never - always} now and then. Take easier tasks where most never pass and harder ones where "
+        "most always do, another model (or the run's newest with --checkpoint), or a wider band (--low, --high)"
+    )
 
 
 def _new_sources(edges: Sequence[Evidence], wanted: int, rng: random.Random) -> set[str]:
@@ -124,13 +135,14 @@ def _new_sources(edges: Sequence[Evidence], wanted: int, rng: random.Random) -> 
 def report(
     rows: Sequence[Evidence],
     verdicts: Verdicts,
-    chosen: Split,
+    chosen: Split | None,
     options: EdgeOptions,
     about: Any,
     ungraded: Sequence[str] = (),
 ) -> Report:
-    """What `rlx edge` writes. `about`: model, group size and what else the evidence belongs to; `ungraded`: tasks that
-    nothing is known of."""
+    """What `rlx edge` writes. `chosen`: None where the split that was asked for is impossible, and `rlx train` refuses
+    the record; `about`: model, group size and what else the evidence belongs to; `ungraded`: tasks that nothing is
+    known of."""
     attempts = sum(row.attempts for row in rows)
     found = sum(row.is_edge for row in rows)
     low, high = wilson_interval(found, len(rows), CONFIDENCE)
@@ -140,8 +152,7 @@ def report(
         f"{attempts} attempts, {attempts / len(rows):.1f} a task ({min(r.attempts for r in rows)} to "
         f"{max(r.attempts for r in rows)}); expected share misclassified {verdicts.expected_error:.3f}, asked for "
         f"{options.error:g}" + ("" if verdicts.expected_error <= options.error else ": not reached"),
-        f"split: {len(chosen.train)} to train on, held out {len(chosen.held_out_similar)} of the same sources and "
-        f"{len(chosen.held_out_new)} of new ones",
+        _said(chosen),
     ]
     if ungraded:
         shown = ", ".join(ungraded[:SHOWN_UNGRADED]) + (", ..." if len(ungraded) > SHOWN_UNGRADED else "")
@@ -155,7 +166,7 @@ def report(
         tables=[_by_source(rows), _table(rows, chosen)],
         figures=[Figure("edge", "pass rates with their intervals; the band is green", picture)],
         record={
-            **chosen.to_dict(),
+            **({} if chosen is None else chosen.to_dict()),
             "expected_error": verdicts.expected_error,
             "prior": list(verdicts.prior),
             "options": dataclasses.asdict(options),
@@ -163,6 +174,15 @@ def report(
             "without_verdict": list(ungraded),
             "evidence": [dataclasses.asdict(row) for row in rows],
         },
+    )
+
+
+def _said(chosen: Split | None) -> str:
+    if chosen is None:
+        return "no split was made"
+    return (
+        f"split: {len(chosen.train)} to train on, held out {len(chosen.held_out_similar)} of the same sources and "
+        f"{len(chosen.held_out_new)} of new ones"
     )
 
 
@@ -181,8 +201,9 @@ def _summary(rows: Sequence[Evidence]) -> list[str]:
     return [str(len(rows)), str(sum(r.is_edge for r in rows)), shown, f"{limited:.1%}"]
 
 
-def _table(rows: Sequence[Evidence], chosen: Split) -> Table:
-    places: Mapping[str, str] = {task: name for name, ids in chosen.to_dict().items() for task in ids}
+def _table(rows: Sequence[Evidence], chosen: Split | None) -> Table:
+    parts = {} if chosen is None else chosen.to_dict()
+    places: Mapping[str, str] = {task: name for name, ids in parts.items() for task in ids}
     cells = [
         [
             row.task,

@@ -159,6 +159,17 @@ def test_a_split_that_is_impossible_is_refused(rows, change, words):
         split(rows, SplitOptions(**change))
 
 
+def test_measurements_are_kept_where_no_task_is_on_the_edge(rows):
+    clear = [row for row in rows if not row.is_edge]
+    with pytest.raises(ValueError, match=r"of 6 tasks 3 never passed, 3 always, 0 now and then\. Take easier"):
+        split(clear, SplitOptions())
+    verdicts = classify(Tally(np.tile([0, 16], 3), np.full(6, 16)), BAND)
+    found = report(clear, verdicts, None, BAND, {})
+    assert "no split was made" in found.lines
+    assert len(found.record["evidence"]) == 6
+    assert "train" not in found.record, "rlx train would take it for a split"
+
+
 def test_new_tasks_need_a_second_source(rows):
     with pytest.raises(ValueError, match=r"edge tasks are of 1 source"):
         split(rows[:4], SplitOptions(held_out_new=1))

@@ -21,7 +21,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.config.schema import Config
 from rlx.models.hf_config import read_config
-from rlx.parallel.layout import LayoutError
+from rlx.parallel.layout import LayoutError, parse_layout
 from rlx.planning import engine, report, scoring
 from rlx.planning.case import Case, case_of
 from rlx.planning.costs import Costs, costs
@@ -50,6 +50,7 @@ class Plan:
 def plan(config: Config) -> Plan:
     """Raises ValueError (LayoutError for a layout that the model or a batch does not allow) or OSError."""
     arch = read_config(config.model.path)
+    _engine_layout(config.cluster.engine_layout)
     case, device = case_of(config, arch).checked(), DEVICES[config.plan.device]
     state, served = engine.embedded(config, arch)
     return Plan(
@@ -59,8 +60,16 @@ def plan(config: Config) -> Plan:
         memory=memory(case, engine=state, served=served),
         costs=costs(case, device, held(case)),
         cache=engine.cache(arch, config.model.dtype),
-        changes=changes(case, device, state, served),
+        changes=changes(case, device),
     )
+
+
+def _engine_layout(text: str) -> None:
+    """Raises ConfigError for one that cannot be read."""
+    try:
+        _ = parse_layout(text) if text else None
+    except LayoutError as error:
+        raise ConfigError(f"config.cluster.engine_layout = {text!r}: {error}") from error
 
 
 def lines(found: Plan) -> list[str]:
@@ -109,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         found = plan(config)
     except LayoutError as error:
         raise ConfigError(f"config.cluster.trainer_layout = {config.cluster.trainer_layout!r}: {error}") from error
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
         key = "" if str(error).startswith("lora.") else f"model.path = {config.model.path!r}: "
         raise ConfigError(f"config.{key}{error}") from error

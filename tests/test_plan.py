@@ -137,10 +137,38 @@ def test_changes_that_are_named_fit_and_a_plan_that_fits_has_none():
     device = DEVICES["H100"]
     large = case("full_size.py:qwen3_8b", "TP8", rows=8, remat="none")
     assert memory(large).total > device.usable
-    found = changes(large, device, 0, 0)
+    found = changes(large, device)
     assert found
     assert all(change.bytes <= device.usable for change in found)
-    assert changes(case("tiny_dense.py", "TP1"), device, 0, 0) == []
+    assert changes(case("tiny_dense.py", "TP1"), device) == []
+
+
+def test_changes_that_are_named_are_accepted_when_they_are_made(capsys):
+    """An engine whose cache is most of it; then rows that are too long, with all that is tied to them."""
+    words = [
+        "--config=configs/full_size.py:qwen3_8b",
+        "--config.plan.device=H100",
+        "--config.learner.micro_batch_rows=2",
+    ]
+    words += ["--config.cluster.trainer_layout=TP4 DP2"]
+    large = planned(capsys, *words)
+    assert [next(iter(change["keys"])) for change in large["changes"]] == [
+        "engine.slots",
+        "engine.context",
+        "engine.kind",
+    ]
+    long = ["--config.engine.slots=1", "--config.engine.prefill_rows=1", "--config.learner.row_tokens=65536"]
+    long += ["--config.producer.train_token_limit=65536", "--config.plan.sequence_tokens=40000"]
+    longer = planned(capsys, *words, *long)
+    assert longer["changes"][0]["keys"].keys() >= {"learner.row_tokens", "producer.train_token_limit"}
+    for options, change in [*((words, c) for c in large["changes"]), *((words + long, c) for c in longer["changes"])]:
+        made = planned(capsys, *options, *(f"--config.{key}={value}" for key, value in change["keys"].items()))
+        assert (made["fits"], made["bytes_in_all"]) == (True, change["bytes"])
+
+
+def test_an_engine_layout_that_cannot_be_read_is_refused():
+    with pytest.raises(ConfigError, match=r"config\.cluster\.engine_layout = 'XX3'"):
+        plan.main(["rlx plan", "--config=configs/tiny_dense.py", "--config.cluster.engine_layout=XX3"])
 
 
 @pytest.mark.parametrize("recipe", ["popd_qwen3_17b_to_8b.py", "popd_qwen3_4b_to_8b.py"])

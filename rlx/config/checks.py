@@ -19,6 +19,7 @@ from rlx.config.cluster_checks import cluster_problems
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.frozen_checks import objective_problems
 from rlx.config.inference_checks import inference_problems
+from rlx.config.planning import LEAST_EFFICIENCY
 from rlx.config.producer_checks import producer_problems
 from rlx.config.sandbox_checks import sandbox_problems
 from rlx.config.schema import LINEAR_LAYERS, Config, TaskSourceConfig
@@ -176,8 +177,8 @@ def _fractions(config: Config) -> list[str]:
         (
             "plan.efficiency",
             config.plan.efficiency,
-            0 < config.plan.efficiency <= 1,
-            "must be in (0, 1]",
+            LEAST_EFFICIENCY <= config.plan.efficiency <= 1,
+            f"must be in [{LEAST_EFFICIENCY}, 1]",
         ),
         (
             "sft.validation_fraction",
@@ -311,6 +312,9 @@ def _lengths(config: Config) -> list[str]:
         why = f"a sample of config.engine.context = {context} tokens would not fit in a row; set at least {context}"
         problems.append(_said("learner.row_tokens", row, why))
     targets = config.learner.row_targets
+    if config.plan.sequence_tokens > row:
+        why = f"no sequence is longer than config.learner.row_tokens = {row}; set at most that, or 0 for it"
+        problems.append(_said("plan.sequence_tokens", config.plan.sequence_tokens, why))
     if targets > row:
         why = f"must be at most config.learner.row_tokens = {row}; 0 stands for that"
         problems.append(_said("learner.row_targets", targets, why))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+LEAST_EFFICIENCY = 0.001  # below it hardly anything but a slip of the pen is meant
 DeviceName = Literal["H100", "H200", "B200", "B300"]
 
 

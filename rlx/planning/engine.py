@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from rlx.config.schema import Config
+from rlx.config.schema import Config, LoraConfig
 from rlx.models.description import Architecture
 from rlx.models.kinds import kind
 from rlx.models.lora import targets
@@ -22,6 +23,8 @@ class Cache(NamedTuple):
     sequence: int  # of states that do not grow
 
 
+# A search asks for the same model with many settings.
+@functools.lru_cache(maxsize=64)
 def cache(arch: Architecture, dtype: str) -> Cache:
     token = sequence = 0
     for layer in arch.layers:
@@ -38,12 +41,14 @@ def embedded(config: Config, arch: Architecture) -> tuple[int, int]:
     each, itemsize = cache(arch, config.model.dtype), jnp.dtype(config.model.dtype).itemsize
     held = config.engine.slots * (each.sequence + each.token * config.engine.context)
     # Merged kernels stand beside the frozen ones; without an adapter all parameters are cast anew.
-    merged = (
-        sum(len(linear.slot.numbers) * math.prod(linear.spec.shape) for linear in targets(arch, config.lora))
-        if config.lora.rank
-        else count_parameters(arch)
-    )
-    return held, merged * itemsize
+    return held, _served(arch, config.lora) * itemsize
+
+
+@functools.lru_cache(maxsize=64)
+def _served(arch: Architecture, lora: LoraConfig) -> int:
+    if not lora.rank:
+        return count_parameters(arch)
+    return sum(len(linear.slot.numbers) * math.prod(linear.spec.shape) for linear in targets(arch, lora))
 
 
 def _bytes(tree: object) -> int:

@@ -53,7 +53,7 @@ def fit(fits: bool, found: Sequence[Change], memory: Memory, device: Device) -> 
         return [f"it fits, with {_gb(device.usable - memory.total)} to spare"]
     most = max(memory._asdict().items(), key=lambda item: item[1])
     said = [f"IT DOES NOT FIT: {_gb(memory.total - device.usable)} too much, most of it {KINDS[most[0]]}. What would:"]
-    return said + _rows((change.said, _gb(change.bytes)) for change in found or [Change("nothing that was tried", 0)])
+    return said + (_rows((change.said, _gb(change.bytes)) for change in found) or ["  nothing that was tried"])
 
 
 def cost_table(costs: Costs, device: Device, case: Case) -> list[str]:
@@ -74,10 +74,11 @@ def cost_table(costs: Costs, device: Device, case: Case) -> list[str]:
 
 def engines(cache: Cache, config: Config) -> list[str]:
     each = cache.sequence + cache.token * config.engine.context
+    states = f" and {cache.sequence / 1000:,.1f} kB a sequence" if cache.sequence else ""
     return [
         "",
-        f"engines hold {cache.token / 1000:,.4g} kB a token and {cache.sequence / 1e6:,.4g} MB a sequence: "
-        f"{_gb(each)} for one of {config.engine.context:,} tokens",
+        f"engines hold {cache.token / 1000:,.1f} kB a token{states}: {_gb(each)} for one of "
+        f"{config.engine.context:,} tokens",
     ]
 
 
@@ -89,7 +90,7 @@ def short(count: int) -> str:
 
 
 def _gb(size: float) -> str:
-    return f"{size / GB:,.2f} GB" if size >= GB / 100 else f"{size / 10**6:,.3g} MB"
+    return f"{size / GB:,.2f} GB" if size >= GB / 200 or not size else "< 0.01 GB"
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -1,14 +1,22 @@
-"""Which changes would make a plan fit, smallest first: one key, then a layout, then several, then more devices."""
+"""Which changes would make a plan fit, smallest first: one key, then a layout, then several, then more devices.
+
+Each is a recipe that its checks accept: keys that are tied to one another change together.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rlx.config.checks import check
+from rlx.config.errors import ConfigError
+from rlx.config.schema import Config
 from rlx.models.placed import sizes_of
-from rlx.parallel.layout import Layout, nearest, unsupported_reason
+from rlx.parallel.layout import Layout, nearest, parse_layout, unsupported_reason
 from rlx.planning.case import Case
+from rlx.planning.engine import embedded
 from rlx.planning.estimate import memory
 from rlx.planning.hardware import DEVICES, Device
 
@@ -16,93 +24,216 @@ LAYOUTS = 12  # of as many devices, the nearest
 LEAST_TOKENS = 1024  # of a row
 MOST_NODES = 64  # times as many devices as planned
 
+Keys = dict[str, Any]  # of the recipe, with the values that they would have
+
 
 class Change(NamedTuple):
     said: str  # what to set
     bytes: int  # of a device, then
+    keys: Keys
 
 
-def changes(case: Case, device: Device, engine: int, served: int, most: int = 3) -> list[Change]:
+def changes(case: Case, device: Device, most: int = 3) -> list[Change]:
     """Up to `most` that fit `device`; nothing where the plan fits as it is."""
-    size = lambda other: memory(other, engine=engine, served=served).total  # noqa: E731
-    if size(case) <= device.usable:
+    if needed(case) <= device.usable:
         return []
     found: list[Change] = []
-    for candidates in (_single(case), _layouts(case), _several(case), _more_devices(case)):
-        for said, other in candidates:
-            possible = unsupported_reason(other.layout, sizes_of(other.arch, other.tokens, other.rows)) is None
-            if possible and (needed := size(other)) <= device.usable:
-                found.append(Change(said, needed))
-            if len(found) == most:
-                return found
-    bigger = [d for d in DEVICES.values() if d.usable > device.usable and size(case) <= d.usable]
-    found += [Change(f"plan.device = '{d.name}'", size(case)) for d in bigger]
+    searches = [*((one, 1) for one in _single(case)), *((many, most) for many in _many(case))]
+    for candidates, count in searches:
+        fitting = (change for keys in candidates if (change := _change(case, keys, device)) is not None)
+        found += itertools.islice(fitting, min(count, most - len(found)))
+    bigger = [d for d in DEVICES.values() if d.usable > device.usable and needed(case) <= d.usable]
+    found += [Change(f"plan.device = '{d.name}'", needed(case), {"plan.device": d.name}) for d in bigger]
     return found[:most]
 
 
-def _single(case: Case) -> Iterator[tuple[str, Case]]:
-    """One key of the recipe."""
-    yield from _remat(case)
-    yield from _rows(case)
-    yield from _tokens(case)
+def needed(case: Case) -> int:
+    """Bytes of a device."""
+    state, served = embedded(case.config, case.arch)
+    return memory(case, engine=state, served=served).total
 
 
-def _remat(case: Case) -> Iterator[tuple[str, Case]]:
+def changed(case: Case, keys: Keys) -> Case:
+    config = case.config
+    for key, value in keys.items():
+        config = _set(config, key.split("."), value)
+    tokens = keys.get("learner.row_tokens", case.tokens)
+    layout = keys.get("cluster.trainer_layout")
+    return dataclasses.replace(
+        case,
+        config=config,
+        layout=case.layout if layout is None else parse_layout(layout),
+        remat=keys.get("model.remat", case.remat),
+        rows=keys.get("learner.micro_batch_rows", case.rows),
+        tokens=tokens,
+        targets=min(case.targets, tokens),
+    )
+
+
+def _set(section: Any, names: list[str], value: Any) -> Any:
+    first, *rest = names
+    return dataclasses.replace(section, **{first: _set(getattr(section, first), rest, value) if rest else value})
+
+
+def _change(case: Case, keys: Keys, device: Device) -> Change | None:
+    """None where it does not fit, or where the recipe's checks or the layout's refuse it."""
+    other = changed(case, keys)
+    if unsupported_reason(other.layout, sizes_of(other.arch, other.tokens, other.rows)) is not None:
+        return None
+    if other.layout.pp > 1 and other.config.model.replay_routes:
+        return None
+    if (size := needed(other)) > device.usable or not _accepted(other.config):
+        return None
+    return Change(_said(case, other, keys), size, keys)
+
+
+def _accepted(config: Config) -> bool:
+    try:
+        check(config, simulated=True)
+    except ConfigError:
+        return False
+    return True
+
+
+def _said(case: Case, other: Case, keys: Keys) -> str:
+    more = f"{other.layout.devices} devices: " if other.layout.devices != case.layout.devices else ""
+    notes = {
+        "engine.context": "longer sessions end",
+        "learner.row_tokens": "longer samples cannot be trained",
+        "engine.kind": "on GPUs of their own",
+    }
+    why = "; ".join(note for key, note in notes.items() if key in keys)
+    return more + ", ".join(f"{key} = {value!r}" for key, value in keys.items()) + (f" ({why})" if why else "")
+
+
+# ---------------------------------------------------------------------------------------------------------- candidates
+
+
+def _single(case: Case) -> Iterator[Iterator[Keys]]:
+    """One key of the recipe, with those that are tied to it; the first that fits is enough."""
+    yield _remat(case)
+    yield _rows(case)
+    yield _slots(case)
+    yield _contexts(case)
+    yield _engines(case)
+    yield _tokens(case)
+
+
+def _many(case: Case) -> Iterator[Iterator[Keys]]:
+    yield _layouts(case)
+    yield _several(case)
+    yield _more_devices(case)
+
+
+def _remat(case: Case) -> Iterator[Keys]:
     if case.remat != "layer":
-        yield "model.remat = 'layer'", dataclasses.replace(case, remat="layer")
+        yield {"model.remat": "layer"}
 
 
-def _rows(case: Case) -> Iterator[tuple[str, Case]]:
+def _rows(case: Case) -> Iterator[Keys]:
     rows = case.rows // 2
     while rows >= case.layout.dp:
-        yield f"learner.micro_batch_rows = {rows}", dataclasses.replace(case, rows=rows)
+        yield {"learner.micro_batch_rows": rows}
         rows //= 2
 
 
-def _tokens(case: Case) -> Iterator[tuple[str, Case]]:
+def _has_cache(case: Case) -> bool:
+    return embedded(case.config, case.arch)[0] > 0
+
+
+def _slots(case: Case) -> Iterator[Keys]:
+    """Fewer sequences at once in the embedded engine."""
+    engine = case.config.engine
+    slots = engine.slots // 2 if _has_cache(case) else 0
+    while slots:
+        rows: Keys = {"engine.prefill_rows": slots} if engine.prefill_rows > slots else {}
+        yield {"engine.slots": slots} | rows
+        slots //= 2
+
+
+def _contexts(case: Case) -> Iterator[Keys]:
+    context = case.config.engine.context // 2 if _has_cache(case) else 0
+    while context >= LEAST_TOKENS:
+        yield _shorter_context(case.config, context)
+        context //= 2
+
+
+def _shorter_context(config: Config, context: int) -> Keys:
+    keys: Keys = {"engine.context": context}
+    new = config.rollout.max_new_tokens
+    if new >= context:
+        keys["rollout.max_new_tokens"] = new = context // 2
+    if config.producer.session_token_limit > context - new:
+        keys["producer.session_token_limit"] = context - new
+    if config.engine.prefill_buckets[-1] > context:
+        keys["engine.prefill_buckets"] = tuple(b for b in config.engine.prefill_buckets if b < context) + (context,)
+    return keys
+
+
+def _engines(case: Case) -> Iterator[Keys]:
+    """Engines that are not in the trainer's process."""
+    if _has_cache(case):
+        yield {"engine.kind": "sglang", "inference.count": 1, "inference.first_gpu": case.layout.devices}
+
+
+def _tokens(case: Case) -> Iterator[Keys]:
     tokens = case.tokens // 2
     while tokens >= LEAST_TOKENS:
-        said = f"learner.row_tokens = {tokens} (longer samples cannot be trained)"
-        yield said, dataclasses.replace(case, tokens=tokens, targets=min(case.targets, tokens))
+        yield _shorter_rows(case.config, tokens)
         tokens //= 2
 
 
-def _layouts(case: Case) -> Iterator[tuple[str, Case]]:
+def _shorter_rows(config: Config, tokens: int) -> Keys:
+    keys: Keys = {"learner.row_tokens": tokens}
+    limits = {
+        "learner.row_targets": config.learner.row_targets,
+        "producer.train_token_limit": config.producer.train_token_limit,
+        "plan.sequence_tokens": config.plan.sequence_tokens,
+    }
+    keys |= {key: tokens for key, limit in limits.items() if limit > tokens}
+    return keys | (_shorter_context(config, tokens) if config.engine.context > tokens else {})
+
+
+def _layouts(case: Case) -> Iterator[Keys]:
     """Of as many devices. With more dp ZeRO cuts weights and optimizer further."""
     for layout in nearest(case.layout, sizes_of(case.arch, case.tokens, 0), LAYOUTS):
-        yield from _as(case, layout)
+        if layout != case.layout:
+            yield _laid_out(case, layout)
 
 
-def _as(case: Case, layout: Layout) -> Iterator[tuple[str, Case]]:
-    rows = max(case.rows, layout.dp)
-    said = f"cluster.trainer_layout = '{layout}'"
-    if rows != case.rows:
-        said += f", learner.micro_batch_rows = {rows}"
-    if layout != case.layout:
-        yield said, dataclasses.replace(case, layout=layout, rows=rows)
+def _laid_out(case: Case, layout: Layout) -> Keys:
+    keys: Keys = {"cluster.trainer_layout": str(layout)}
+    if layout.dp > case.rows:
+        keys["learner.micro_batch_rows"] = layout.dp
+    each, cluster = case.config.cluster.gpus_per_node, case.config.cluster
+    if cluster.trainer_nodes > 1 and cluster.trainer_nodes * each == case.layout.devices != layout.devices:
+        keys["cluster.trainer_nodes"] = layout.devices // each
+    return keys
 
 
-def _several(case: Case) -> Iterator[tuple[str, Case]]:
-    """Everything recomputed and as few rows as there can be, with fewer tokens, with other layouts."""
-    for said, other in _least(case):
-        yield said, other
-        for shorter, fewer in _tokens(other):
-            yield f"{said}, {shorter}", fewer
-    for layout, one in _layouts(case):
-        for said, other in _least(one):
-            yield f"{layout}, {said}", other
-            for shorter, fewer in _tokens(other):
-                yield f"{layout}, {said}, {shorter}", fewer
+def _several(case: Case) -> Iterator[Keys]:
+    """Everything recomputed and as few rows as there can be, with a smaller engine, fewer tokens, other layouts."""
+    yield from _with_least(case, {})
+    for keys in _layouts(case):
+        yield from _with_least(case, keys)
 
 
-def _least(case: Case) -> Iterator[tuple[str, Case]]:
-    rows = case.layout.dp
-    said = [f"learner.micro_batch_rows = {rows}"] if rows < case.rows else []
-    said += ["model.remat = 'layer'"] if case.remat != "layer" else []
-    yield ", ".join(said) or "as it is", dataclasses.replace(case, remat="layer", rows=min(rows, case.rows))
+def _with_least(case: Case, keys: Keys) -> Iterator[Keys]:
+    other = changed(case, keys)
+    keys = keys | next(_remat(other), {})
+    if other.layout.dp < other.rows:
+        keys = keys | {"learner.micro_batch_rows": other.layout.dp}
+    yield from _smaller(changed(case, keys), keys)
 
 
-def _more_devices(case: Case) -> Iterator[tuple[str, Case]]:
+def _smaller(case: Case, keys: Keys) -> Iterator[Keys]:
+    """keys: what `case` has been changed by."""
+    yield keys
+    for more in itertools.chain(_slots(case), _tokens(case)):
+        yield keys | more
+
+
+def _more_devices(case: Case) -> Iterator[Keys]:
     """Twice as many, and so on: more of them along each axis."""
     factor = 2
     while factor <= MOST_NODES:
@@ -112,8 +243,6 @@ def _more_devices(case: Case) -> Iterator[tuple[str, Case]]:
                 _ = layout.expert_axes
             except ValueError:
                 continue
-            for said, other in _as(case, layout):
-                yield f"{layout.devices} devices: {said}", other
-                for shorter, fewer in _tokens(other):
-                    yield f"{layout.devices} devices: {said}, {shorter}", fewer
+            keys = _laid_out(case, layout)
+            yield from _smaller(changed(case, keys), keys)
         factor *= 2

@@ -50,6 +50,8 @@ WRONG = [
     ({"engine.prefill_buckets": (32, 512)}, "engine.prefill_buckets", "config.engine.context = 256"),
     ({"engine.prefill_rows": 65}, "engine.prefill_rows", "config.engine.slots = 64"),
     ({"learner.row_tokens": 128}, "learner.row_tokens", "set at least 256"),
+    ({"plan.sequence_tokens": 257}, "plan.sequence_tokens", "config.learner.row_tokens = 256"),
+    ({"plan.efficiency": 1e-300}, "plan.efficiency", "[0.001, 1]"),
     ({"learner.row_targets": 512}, "learner.row_targets", "config.learner.row_tokens = 256"),
     ({"learner.row_targets": 32}, "learner.row_targets", "set at least 64"),
     ({"learner.learning_rate": -1e-4}, "learner.learning_rate", "above 0"),

@@ -297,7 +297,7 @@ def get_config() -> ConfigDict:
     c.cluster.trainer_nodes = 1  # one process each; above 1 see docs/multi-node.md
     c.cluster.inference_nodes = 0  # 0 = the engines are on the trainer's
     c.cluster.gpus_per_node = 8  # devices of each process, where there are several
-    c.cluster.trainer_layout = ""  # "TP4 PP3 CP2 DP1 EP8", "" = one device
+    c.cluster.trainer_layout = ""  # "TP4 PP3 CP2 DP1 EP8": 24 devices, EP lies in the others; "" = one
     c.cluster.engines = 0  # 0 = as engine.kind and inference.count say
     c.cluster.engine_layout = ""  # of one engine, "TP16 EP16 DP2", "" = one GPU
 

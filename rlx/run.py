@@ -30,6 +30,7 @@ from rlx.metrics.jsonl import read_json, read_jsonl, write_bytes
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.rundir import Records, RunDirectory, RunDirectoryError, open_run
 from rlx.metrics.timers import Timers
+from rlx.models.hf import read_architecture
 from rlx.parallel import runtime
 from rlx.processes import Peers
 from rlx.recorder import Recorder
@@ -311,6 +312,7 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
     runtime.use_compilation_cache(config.run.compilation_cache)
     train_tasks, held_out = build_tasks(config.tasks)
     stream = assemble.task_stream(config, train_tasks)
+    assemble.trainer_placement(config, read_architecture(config.model.path))  # refused before there is a directory
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(open_run(config.run.path, config.run.resume))
         preemption = stack.enter_context(Preemption())

@@ -136,10 +136,21 @@ def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
     # Zig-zag order gives every device an early and a late part.
     parts = 2 * layout.cp if layout.cp > 1 else 1
     if sizes.row_tokens % parts:
-        return f"CP{layout.cp} cuts rows into {parts} parts, which do not divide {sizes.row_tokens} tokens"
+        return (
+            f"CP{layout.cp} cuts rows into {parts} parts, which do not divide {sizes.row_tokens} tokens; "
+            f"learner.row_tokens = {_up(sizes.row_tokens, parts)} would do"
+        )
     if sizes.rows % layout.dp:
-        return f"DP{layout.dp} does not divide the {sizes.rows} rows of a micro-batch"
+        return (
+            f"DP{layout.dp} does not divide the {sizes.rows} rows of a micro-batch; "
+            f"learner.micro_batch_rows = {_up(sizes.rows, layout.dp)} would do"
+        )
     return None
+
+
+def _up(number: int, factor: int) -> int:
+    """The next multiple."""
+    return -(-number // factor) * factor
 
 
 def micro_batches(layout: Layout, rows: int) -> int:

@@ -62,8 +62,8 @@ def test_experts_are_spread_over_a_view_of_the_mesh(text, axes):
         ("TP2 EP2", DENSE, "without experts"),
         ("TP2 CP2 DP4 EP16", dataclasses.replace(MOE, experts=24), "EP16 does not divide the 24 experts"),
         ("PP7", DENSE, "PP7 for 6 repeats"),
-        ("CP5", DENSE, "CP5 cuts rows into 10 parts, which do not divide 96"),
-        ("DP16", DENSE, "DP16 does not divide the 8 rows"),
+        ("CP5", DENSE, "CP5 cuts rows into 10 parts, which do not divide 96 tokens; learner.row_tokens = 100 would do"),
+        ("DP16", DENSE, "DP16 does not divide the 8 rows of a micro-batch; learner.micro_batch_rows = 16 would do"),
     ],
 )
 def test_sizes_that_a_layout_does_not_divide_are_named(text, sizes, message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import select
 import sys
 
 from absl.flags import FlagValues
@@ -29,7 +30,7 @@ COMMANDS = {
     "sweep": ("rlx.sweep", "runs over the values of some settings, with seeds"),
     "compare": ("rlx.compare", "runs beside one another, also of other stacks: a page, tables, PNGs"),
     "agree": ("rlx.agree", "does a proxy rank configurations as the target does?"),
-    "signal": ("rlx.signal", "what an expert learned over its base: create, list, show, verify"),
+    "signal": ("rlx.signal", "what an expert learned over its base: create, list, show, verify, calibrate"),
     "plan": ("rlx.plan", "parameters of a model, trainable ones and their share, before hardware is asked for"),
     "simulate": ("rlx.simulate", "what a cluster would do: waiting, ages, occupancy"),
     "audit": ("rlx.audit", "what engines serve; why sampler and trainer disagree"),
@@ -42,6 +43,7 @@ WITHOUT_RECIPE = (
 )
 # And these nothing but a recipe: what is wrong with it is said at once, before jax and the rest are imported.
 RECIPE_ONLY = ("train", "sft", "evaluate")
+SIGPIPE_STATUS = 128 + 13  # what a shell says of a program whose reader left
 
 
 def usage() -> str:
@@ -73,16 +75,30 @@ def run(name: str, arguments: list[str]) -> int:
         config_or_exit([f"rlx {name}", *arguments], FlagValues(), "")
     program = importlib.import_module(COMMANDS[name][0])
     try:
-        return program.main(arguments if name in WITHOUT_RECIPE else [f"rlx {name}", *arguments])
+        status = program.main(arguments if name in WITHOUT_RECIPE else [f"rlx {name}", *arguments])
+        sys.stdout.flush()  # a reader that has left shows here, and not at the interpreter's exit
+        return status
     except ConfigError as error:
         print("\n".join(f"rlx {name}: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
     except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, BrokenPipeError) and reader_left():
+            return SIGPIPE_STATUS
         # What a user can mend says so itself; a traceback would bury it. RLX_TRACEBACK=1 shows it all the same.
         if os.environ.get("RLX_TRACEBACK"):
             raise
         print(f"rlx {name}: {error}", file=sys.stderr)
         return 1
+
+
+def reader_left() -> bool:
+    """Whether nobody reads stdout any more, as in `rlx plan ... | head`; if so, what is left to say goes nowhere."""
+    stdout, poll = sys.stdout.fileno(), select.poll()
+    poll.register(stdout, 0)  # the error of a pipe without a reader is told unasked
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return True
 
 
 if __name__ == "__main__":

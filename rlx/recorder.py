@@ -14,6 +14,7 @@ import numpy as np
 from rlx.config.identity import flat
 from rlx.config.parse import to_dict
 from rlx.config.schema import Config
+from rlx.interrupt import Preempted
 from rlx.metrics.jsonl import encode, read_json, write_bytes, write_json
 from rlx.metrics.names import check_names
 from rlx.metrics.progress import Progress, Shown
@@ -37,8 +38,9 @@ class Recorder:
         self._writing: Future[None] | None = None  # the ledger, at most one at a time
         rewound = run.rewind(records)
         changes = [] if restored < 0 else changed_settings(read_json(run.config), to_dict(config))
-        # It would be that of an earlier end of this run.
+        # They would be of an earlier end of this run.
         run.summary.unlink(missing_ok=True)
+        run.stopped.unlink(missing_ok=True)
         write_json(run.config, to_dict(config))
         self._tensorboard = TensorBoard(run.events, restored, to_dict(config)) if config.metrics.tensorboard else None
         self.progress = Progress(config.learner.updates, max(restored, 0), config.metrics.skip_updates)
@@ -129,6 +131,8 @@ class Recorder:
     ) -> None:
         self.progress.close()
         self._thread.shutdown()
+        if isinstance(error, Exception) and not isinstance(error, Preempted):  # who reads the run later sees no stderr
+            write_json(self._run.stopped, {"kind": type(error).__name__, "reason": str(error)})
         if self._tensorboard is not None:
             self._tensorboard.close("success" if error is None else "failure")
         if error is None:

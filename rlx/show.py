@@ -28,6 +28,7 @@ from rlx.metrics.view import Record, RunView, number, read_run, read_samples, se
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 28  # characters
+GUARD = "TrainingStopped"  # the kind of error of `rlx.train` that a bound on the run raises
 LONGEST = 600  # characters of a response that are printed
 
 
@@ -90,8 +91,19 @@ def summary(view: RunView) -> RenderableType:
         known = {"seconds": "{:.0f} s", "peak_memory_gib": "{:.1f} GiB", "policy": "policy in {}"}
         lines.append(Text(", ".join(f.format(view.summary[k]) for k, f in known.items() if k in view.summary)))
     if view.state == "stopped":
-        lines.append(Text("No process writes it: the same command as before continues it.", "yellow"))
+        lines.append(Text(_why_stopped(view), "yellow"))
     return Group(*lines)
+
+
+def _why_stopped(view: RunView) -> str:
+    if view.stopped is None:
+        return "No process writes it: the same command as before continues it."
+    if view.stopped["kind"] == GUARD:
+        return f"A guard stopped it: {view.stopped['reason']} Started again with the same settings it ends so again."
+    return (
+        f"It ended with {view.stopped['kind']}: {view.stopped['reason']}\n"
+        "Once that is mended the same command as before continues it."
+    )
 
 
 def _progress(view: RunView) -> str:

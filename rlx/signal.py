@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,22 +28,36 @@ from typing import Any
 from absl import flags
 
 from rlx import cli
+from rlx.config.errors import ConfigError
 from rlx.config.flags import config_or_exit
 from rlx.distillation.provenance import read_origin
 from rlx.envs.vocabulary import read_vocabulary
 from rlx.metrics.jsonl import encode
 from rlx.proxy.report import Table, markdown_table, short, span, whole
-from rlx.proxy.signal import Part, Signal, SignalError, check_models, find_signals, read_part, read_signal, write_signal
+from rlx.proxy.signal import (
+    Part,
+    Signal,
+    SignalError,
+    check_learned,
+    check_models,
+    find_signals,
+    read_part,
+    read_signal,
+    write_signal,
+)
 from rlx.proxy.vocabulary import shared_ids, vocabulary_hash
 
 HOME = "signals"
+# By provenance.converged.
+SETTLED = {True: "no longer rising", False: "still rising", None: "not known whether it still rises"}
 
 
 def create(to: Path, base: str, expert: str, *, run: Path | None = None, alpha: float = 1.0) -> Signal:
     """Makes the artefact and returns it. run: the one that trained the expert; base and expert "" are its own.
 
     Raises:
-      VocabularyError: base and expert differ in what an id means. ValueError, OSError: directories that are no models.
+      VocabularyError: base and expert differ in what an id means. SignalError: nothing was learned.
+      ValueError, OSError: directories that are no models.
       FileExistsError: there is a signal already.
     """
     if alpha <= 0:
@@ -56,8 +71,7 @@ def create(to: Path, base: str, expert: str, *, run: Path | None = None, alpha: 
     start = read_part(base) if base else read_part(learned.path) if learned.adapter else None
     if start is None:
         raise ValueError("--base is missing: name the model that the expert began with")
-    if start.hash == learned.hash:
-        raise ValueError(f"base and expert have the same weights, {start.hash[:12]}: nothing was learned")
+    check_learned(start, learned)
     vocabulary = read_vocabulary(start.path)
     shared_ids(read_vocabulary(learned.path), vocabulary, ("the expert", "its base"))
     signal = Signal(
@@ -108,7 +122,7 @@ def described(signal: Signal) -> list[str]:
     lines.append(f"   size: {short(signal.size_bytes / 1e9)} GB" + (", one model" if signal.shares_weights else ""))
     lines.append(f" tokens: {signal.tokens}, tokenizer {signal.tokenizer_hash[:12]}")
     if about:
-        settled = "converged" if about["converged"] else "still rising"
+        settled = SETTLED[about["converged"]]
         lines.append(
             f"   from: {about['run']}, {about['updates']} updates ({about['objective']}) on {dict(about['tasks'])}, "
             f"held-out pass rate {about['reward_before']:.3f} to {about['reward_after']:.3f}, {settled}"
@@ -147,6 +161,11 @@ def verify(path: str, rest: list[str]) -> dict[str, Any]:
         tasks = flags.DEFINE_integer("tasks", 32, "tasks that are attempted", flag_values=own)
         config = config_or_exit(["rlx signal verify", *rest], own, __doc__ or "")
         result |= measure(config, signal, tasks.value)
+        if result["tokens"] and not result["largest"]:
+            raise SignalError(
+                f"signal {signal.name}: log expert - log base is 0 at each of {result['tokens']} tokens of the "
+                "recipe's model: the expert learned nothing that shows there"
+            )
     elif rest:
         raise ValueError(f"{rest[0]!r}: unexpected; `rlx signal verify SIGNAL` takes --config=RECIPE and its options")
     return result
@@ -157,10 +176,28 @@ def calibrated(rest: list[str]) -> list[str]:
     from rlx.distillation.calibrate import described, search  # it trains
 
     own = flags.FlagValues()
-    lams = flags.DEFINE_list("lambdas", ["2", "1.5", "1", "0.75", "0.5"], "to try, largest first", flag_values=own)
+    given = flags.DEFINE_list("lambdas", ["2", "1.5", "1", "0.75", "0.5"], "to try, largest first", flag_values=own)
     updates = flags.DEFINE_integer("updates", 10, "of each run", flag_values=own)
     config = config_or_exit(["rlx signal calibrate", *rest], own, __doc__ or "")
-    return described(search(config, [float(lam) for lam in lams.value], updates.value))
+    lams = [_number(word) for word in given.value]
+    problems = [
+        f"--lambdas={','.join(given.value)}: {word!r} is no number above 0; write for instance --lambdas=2,1,0.5"
+        for word, lam in zip(given.value, lams, strict=True)
+        if not 0 < lam < math.inf
+    ]
+    if updates.value < 1:
+        problems.append(f"--updates={updates.value}: each lambda needs at least 1 update, e.g. 10")
+    if problems:
+        raise ConfigError(*problems)
+    return described(search(config, lams, updates.value))
+
+
+def _number(word: str) -> float:
+    """NaN for what is none."""
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
 
 
 def parser() -> argparse.ArgumentParser:

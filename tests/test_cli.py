@@ -1,5 +1,6 @@
 """The `rlx` command: which program is called with what, and how errors are shown."""
 
+import os
 import subprocess
 import sys
 
@@ -78,6 +79,20 @@ def test_looking_at_a_run_needs_no_jax(name):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("size", [10, 200000])
+def test_a_reader_that_leaves_is_no_error(size):
+    """As `rlx ... | head` does; the shell's status of a program that SIGPIPE ended."""
+    code = "import sys, types; from rlx import cli; m = types.ModuleType('long'); sys.modules['long'] = m"
+    code += f"; m.main = lambda words: print('x' * {size}); cli.COMMANDS['show'] = ('long', '')"
+    code += "; sys.exit(cli.run('show', []))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tiny_run.ROOT, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.SIGPIPE_STATUS, b"")
 
 
 def test_the_command_is_installed():

@@ -7,13 +7,16 @@ import shutil
 import numpy as np
 import pytest
 from absl import flags
+from safetensors.numpy import save_file
 
-from rlx import assemble, signal, train
+from rlx import assemble, show, signal, train
+from rlx.config.errors import ConfigError
 from rlx.config.flags import config_from_argv
 from rlx.data.packing import pack
 from rlx.distillation import frozen
 from rlx.interrupt import EXIT_PREEMPTED
 from rlx.learner.score import score_sequences
+from rlx.metrics.view import read_run
 from rlx.models.hf import save_params
 from rlx.proxy.signal import SignalError, check_models, read_signal
 from rlx.proxy.vocabulary import VocabularyError
@@ -320,6 +323,9 @@ def test_a_collapse_stops_the_run_with_its_reason(recipe):
     with pytest.raises(TrainingStopped, match="the run has collapsed"):
         train.train(config)
     assert (config.run.path / "metrics.jsonl").read_bytes() == records, "started again it learns nothing more"
+    assert not (config.run.path / "summary.json").exists()
+    assert read_run(config.run.path).stopped["kind"] == show.GUARD
+    assert "collapse.entropy_low" in read_run(config.run.path).stopped["reason"]
 
 
 def test_a_collapse_that_the_last_evaluation_shows_is_no_success(recipe, monkeypatch):
@@ -356,6 +362,32 @@ def test_a_signal_whose_model_changed_is_refused_at_start(recipe, tmp_path):
         check_models(read_signal(tmp_path / "signal"))
     with pytest.raises(SignalError, match="has changed since"):
         opened(config_of(recipe, str(tmp_path / "signal")))
+
+
+def test_an_expert_that_learned_nothing_is_refused_by_create(recipe, tmp_path):
+    """Factors as LoRA begins: each product is 0."""
+    model, adapter = recipe.parent / "model", tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 2, "base_model_name_or_path": str(model)}))
+    factors = {"q.lora_A.weight": np.ones((2, 4), np.float32), "q.lora_B.weight": np.zeros((4, 2), np.float32)}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    with pytest.raises(SignalError, match="nothing was learned"):
+        signal.main(["create", f"--expert={adapter}", f"--to={tmp_path / 'signal'}"])
+    assert not (tmp_path / "signal").exists()
+
+
+@pytest.mark.parametrize("content, said", [('{"updates": 3', "is damaged, it is not JSON"), ("{}", "no 'updates'")])
+def test_a_damaged_summary_is_named(tmp_path, content, said):
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"summary\.json .*{said}"):
+        signal.main(["create", f"--run={tmp_path}", f"--to={tmp_path / 'signal'}"])
+
+
+def test_a_search_of_lambda_names_its_flags(recipe):
+    words = tiny_run.arguments(recipe, **PROXY, frozen__signals=(made(recipe),))
+    with pytest.raises(ConfigError) as refused:
+        signal.main(["calibrate", *words, "--lambdas=a,-1", "--updates=0"])
+    assert [problem.partition(":")[0] for problem in refused.value.problems] == [*["--lambdas=a,-1"] * 2, "--updates=0"]
 
 
 def test_commands_list_and_show(recipe, capsys):

@@ -1,5 +1,6 @@
 """`rlx show`: a run in the terminal, its page, and what is said of anything else."""
 
+import json
 import os
 import socket
 import sys
@@ -50,6 +51,17 @@ def test_a_run_in_progress(run, monkeypatch, capsys):
     assert "stopped" in rlx(monkeypatch, capsys, run)[1]
     (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     assert f"running, 4 of 4 updates (process {os.getpid()})" in rlx(monkeypatch, capsys, run)[1]
+
+
+@pytest.mark.parametrize(
+    "kind, said", [("TrainingStopped", "A guard stopped it: it fell."), ("OSError", "It ended with OSError: it fell.")]
+)
+def test_a_run_that_ended_with_an_error_says_which(run, monkeypatch, capsys, kind, said):
+    (run / "summary.json").unlink()
+    (run / "stopped.json").write_text(json.dumps({"kind": kind, "reason": "it fell."}))
+    text = rlx(monkeypatch, capsys, run)[1]
+    assert said in text
+    assert ("continues it" in text) == (kind == "OSError")
 
 
 def test_a_run_without_records(run, monkeypatch, capsys):

@@ -21,6 +21,8 @@ from rlx.metrics.jsonl import read_jsonl, write_json
 from rlx.proxy.calibration import fit_lambda
 from rlx.train import TrainingStopped, train
 
+TELL_APART = "More --updates, tasks.held_out or eval.attempts_per_task may tell them apart"
+
 
 class Trial(NamedTuple):
     """A short run at one lambda."""
@@ -33,8 +35,9 @@ class Trial(NamedTuple):
 
 
 def calibrate(config: Config, lams: Sequence[float], updates: int, run: Callable[[Config], Trial]) -> dict[str, Any]:
-    """What calibration.json holds: best (the lambda with the highest pass rate, None where all collapsed), fitted (of a
-    parabola; None for fewer than three that did not), trials in their order, stopped (why no smaller one was tried).
+    """What calibration.json holds: best (the largest lambda of the highest pass rate, None where all collapsed),
+    tied (lambdas whose intervals overlap with its own), fitted (of a parabola; None for fewer than three that did not
+    collapse, or with one pass rate), trials in their order, stopped (why no smaller one was tried).
 
     Raises ConfigError for a recipe without distillation, or a lambda that it refuses.
     """
@@ -55,6 +58,7 @@ def calibrate(config: Config, lams: Sequence[float], updates: int, run: Callable
     return {
         "best": None if best is None else best.lam,
         "pass_rate": None if best is None else best.pass_rate,
+        "tied": [t.lam for t in trials if best is not None and t is not best and _overlap(t, best)],
         "fitted": None if fit is None else fit.best,
         "trials": [t._asdict() for t in trials],
         "stopped": stopped,
@@ -78,6 +82,10 @@ def ends_search(trials: Sequence[Trial]) -> str:
 def _best(trials: Sequence[Trial]) -> Trial | None:
     """Of those that no guard stopped: the last score of one that collapsed may be from before."""
     return max((t for t in trials if not t.collapsed), key=lambda t: t.pass_rate, default=None)
+
+
+def _overlap(one: Trial, other: Trial) -> bool:
+    return not one.collapsed and one.low <= other.high and other.low <= one.high
 
 
 def short(config: Config, lam: float, updates: int) -> Config:
@@ -128,5 +136,11 @@ def described(found: dict[str, Any]) -> list[str]:
         lines.append(f"the search ended: {found['stopped']}")
     if found["best"] is None:
         return [*lines, "every lambda that was tried collapsed: try larger ones with --lambdas"]
+    stood = [t for t in found["trials"] if not t["collapsed"]]
+    if len(stood) > 1 and len({t["pass_rate"] for t in stood}) == 1:
+        return [*lines, f"no lambda is better than another: they cannot be told apart. {TELL_APART}"]
+    if found["tied"]:
+        tied = ", ".join(f"{lam:g}" for lam in found["tied"])
+        lines.append(f"not clearly better than {tied}, whose intervals overlap with its own. {TELL_APART}")
     fitted = "" if found["fitted"] is None else f", {found['fitted']:.2f} by a parabola"
     return [*lines, f"best lambda {found['best']:g}{fitted}: --config.objective.distill.lam={found['best']:g}"]

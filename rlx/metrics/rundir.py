@@ -1,6 +1,6 @@
 """The directory of a run: who may write it, what is in it, and going back to an earlier update.
 
-config.json  metrics.jsonl  samples.jsonl  ledger.json  summary.json  events/  checkpoints/  lock
+config.json  metrics.jsonl  samples.jsonl  ledger.json  summary.json or stopped.json  events/  checkpoints/  lock
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, TextIO
 from rlx.metrics.jsonl import JsonlWriter
 
 LOCK = "lock"
+STOPPED = "stopped.json"  # of a run that ended with an error: its kind and reason
 
 
 class RunDirectoryError(RuntimeError):
@@ -46,6 +47,7 @@ class RunDirectory:
         self.config = path / "config.json"
         self.ledger = path / "ledger.json"
         self.summary = path / "summary.json"
+        self.stopped = path / STOPPED
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rlx.metrics.jsonl import read_json, read_jsonl
 from rlx.metrics.ledger import Ledger
-from rlx.metrics.rundir import LOCK
+from rlx.metrics.rundir import LOCK, STOPPED
 
 Record = dict[str, Any]
 
@@ -36,6 +36,7 @@ class RunView(NamedTuple):
     ledger: Ledger | None
     summary: Record | None  # of a run that came to its end
     writer: str | None  # the process that writes it now
+    stopped: Record | None  # kind and reason of the error that ended it
 
     @property
     def state(self) -> str:
@@ -69,6 +70,7 @@ def read_run(path: Path) -> RunView:
         ledger=ledger if (path / "ledger.json").is_file() else None,
         summary=_json(path / "summary.json") if (path / "summary.json").is_file() else None,
         writer=_writer(path),
+        stopped=_json(path / STOPPED) if (path / STOPPED).is_file() else None,
     )
 
 

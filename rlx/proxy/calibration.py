@@ -28,17 +28,20 @@ def fit_lambda(scores: Mapping[float, Sequence[float]]) -> Fit | None:
     bootstrap over seeds. With few seeds it is too narrow (3 to 5 cover far less than they say), so intervals that do
     not overlap are a hint, no proof.
 
-    None for fewer than three lambdas.
+    None for fewer than three lambdas, or where all have one mean.
     """
     if len(scores) < LEAST_POINTS:
         return None
     lams = np.array(sorted(scores))
+    middles = np.array([float(np.mean(scores[lam])) for lam in lams])
+    if np.ptp(middles) == 0:
+        return None
     rng = np.random.default_rng(0)
     drawn = []
     for _ in range(RESAMPLES):
         means = [float(np.mean(rng.choice(np.asarray(scores[lam]), len(scores[lam])))) for lam in lams]
         drawn.append(_top(np.log(lams), np.array(means)))
-    best = _top(np.log(lams), np.array([float(np.mean(scores[lam])) for lam in lams]))
+    best = _top(np.log(lams), middles)
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Fit(float(np.exp(best)), float(np.exp(low)), float(np.exp(high)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import json
@@ -9,6 +10,9 @@ import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import safe_open
 
 from rlx.metrics.jsonl import read_json
 
@@ -77,6 +81,32 @@ def _contents(stamps: tuple[_Stamp, ...]) -> Contents:
 def joined(*hashes: str) -> str:
     """The hash of an adapter on its base."""
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def adds_nothing(adapter: Path | str) -> bool:
+    """Whether a LoRA adapter leaves its model as it is: its scale or every product of its factors is 0.
+
+    Ends at the first that is not. Raises what `read_contents` does.
+    """
+    adapter = Path(adapter)
+    if read_json(adapter / ADAPTER).get("lora_alpha") == 0:
+        return True
+    entries = [entry for file in sorted(adapter.glob("*.safetensors")) for entry in _entries(file)]
+    pairs: dict[str, list[_Entry]] = collections.defaultdict(list)
+    for entry in sorted(entries, key=lambda e: e.name):  # lora_A before lora_B
+        pairs[entry.name.replace(".lora_B.", ".lora_A.")].append(entry)
+    return not any(_product(pair).any() for pair in pairs.values())
+
+
+def _product(pair: list[_Entry]) -> np.ndarray:
+    """[..., out, in] of lora_A and lora_B; a tensor without a counterpart as it is."""
+    first, *rest = (_tensor(entry) for entry in pair)
+    return rest[0] @ first if rest else first
+
+
+def _tensor(entry: _Entry) -> np.ndarray:
+    with safe_open(entry.file, framework="np") as tensors:
+        return np.asarray(tensors.get_tensor(entry.name), np.float32)
 
 
 class _Entry(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlx.envs.vocabulary import read_vocabulary
 from rlx.metrics.jsonl import write_json
-from rlx.proxy.contents import Contents, joined, read_contents
+from rlx.proxy.contents import Contents, adds_nothing, joined, read_contents
 from rlx.proxy.vocabulary import vocabulary_hash
 
 FILE, FORMAT = "signal.json", 1
@@ -113,8 +113,25 @@ def read_signal(directory: Path | str) -> Signal:
     return Signal(**content | {"base": Part(**content["base"]), "expert": Part(**content["expert"])})
 
 
+def check_learned(base: Part, expert: Part) -> None:
+    """Raises SignalError where the expert is its base: log expert - log base is 0 everywhere."""
+    if base.hash == expert.hash:
+        raise SignalError(f"base and expert have the same weights, {base.hash[:12]}: nothing was learned")
+    if _moved(base) == _moved(expert):
+        where = expert.adapter or base.adapter
+        raise SignalError(
+            f"the adapter in {where} leaves its model as it is, each product lora_B lora_A is 0: nothing was learned. "
+            "Name an expert that was trained further, or with a higher learner.learning_rate"
+        )
+
+
+def _moved(part: Part) -> str:
+    """The hash of what the part computes: that of the model alone where its adapter adds nothing to it."""
+    return part.model_hash if part.adapter and adds_nothing(part.adapter) else part.hash
+
+
 def check_models(signal: Signal) -> None:
-    """Raises SignalError where base, expert or tokenizer are gone or not what they were."""
+    """Raises SignalError where base, expert or tokenizer are gone or not what they were, or the expert is its base."""
     for role, part in (("base", signal.base), ("expert", signal.expert)):
         try:
             now = read_part(part.path, part.adapter)
@@ -126,6 +143,10 @@ def check_models(signal: Signal) -> None:
                 f"signal {signal.name}: its {role} in {where} has changed since: its content is {now.hash[:12]}, the "
                 f"signal was made of {part.hash[:12]}; create the signal again"
             )
+    try:
+        check_learned(signal.base, signal.expert)
+    except SignalError as error:
+        raise SignalError(f"signal {signal.name}: {error}") from error
     try:
         tokenizer = vocabulary_hash(read_vocabulary(signal.base.path))
     except (OSError, ValueError) as error:

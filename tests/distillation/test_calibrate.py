@@ -4,6 +4,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.distillation.calibrate import Trial, calibrate, described
+from rlx.distillation.provenance import converged
 from rlx.proxy.calibration import fit_lambda
 from tests import tiny_run
 
@@ -47,6 +48,25 @@ def test_the_score_of_one_that_collapsed_counts_for_nothing(recipe):
     found = calibrate(config_of(recipe), list(rates), 7, collapsing)
     assert (found["best"], len(found["trials"])) == (None, 1)
     assert "try larger ones" in described(found)[-1]
+
+
+@pytest.mark.parametrize("above, named", [(0.0, False), (0.02, True)])
+def test_lambdas_that_cannot_be_told_apart_are_said_to_be(recipe, above, named):
+    def level(config):
+        lam = config.objective.distill.lam
+        return Trial(lam, 0.3 + above * lam, 0.1, 0.5, "")
+
+    found = calibrate(config_of(recipe), [2.0, 1.0, 0.5], 7, level)
+    assert (found["best"], found["tied"], found["fitted"] is None) == (2.0, [1.0, 0.5], not named)
+    lines = described(found)
+    assert ("cannot be told apart" in lines[-1], "best lambda 2" in lines[-1]) == (not named, named)
+    assert "not clearly better than 1, 0.5" in lines[-2] or not named
+
+
+def test_how_a_run_ended_is_not_known_of_few_updates():
+    assert converged([0.0] * 8) is None
+    assert converged([0.0] * 9) is True
+    assert converged([0.0, 0.1, 0.0, 0.1, 0.0, 0.1, 0.9, 1.0, 0.9]) is False
 
 
 def test_it_ends_where_the_pass_rate_is_clearly_lower(recipe):

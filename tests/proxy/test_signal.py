@@ -1,5 +1,7 @@
 """The artefact: content hashes, the checksum, and what is refused."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -78,6 +80,18 @@ def test_an_adapter_is_a_part_with_its_base(models, tmp_path):
     assert (part.path, part.adapter) == (str(base), str(tmp_path / "adapter"))
     assert part.parameters == 40
     assert part.model_hash == read_part(str(base)).hash != part.hash
+
+
+@pytest.mark.parametrize("of_b, product", [(0.0, "no"), (1.0, "some"), (np.array([[0, 1]] * 3), "no")])
+def test_an_adapter_whose_products_are_zero_adds_nothing(models, tmp_path, signal, of_b, product):
+    base, _ = models
+    adapter = write_adapter(tmp_path / "adapter", base)
+    factors = {"q.lora_A.weight": np.array([[1, 2], [0, 0]]), "q.lora_B.weight": np.broadcast_to(of_b, (3, 2))}
+    save_file({n: np.array(x, np.float32) for n, x in factors.items()}, adapter / "adapter_model.safetensors")
+    assert contents.adds_nothing(adapter) == (product == "no")
+    made = dataclasses.replace(signal, expert=read_part(str(adapter)))
+    with pytest.raises(SignalError, match="nothing was learned") if product == "no" else contextlib.nullcontext():
+        check_models(made)
 
 
 def test_a_signal_reads_back_and_is_never_overwritten(signal, tmp_path):

@@ -376,13 +376,6 @@ def test_an_expert_that_learned_nothing_is_refused_by_create(recipe, tmp_path):
     assert not (tmp_path / "signal").exists()
 
 
-@pytest.mark.parametrize("content, said", [('{"updates": 3', "is damaged, it is not JSON"), ("{}", "no 'updates'")])
-def test_a_damaged_summary_is_named(tmp_path, content, said):
-    (tmp_path / "summary.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"summary\.json .*{said}"):
-        signal.main(["create", f"--run={tmp_path}", f"--to={tmp_path / 'signal'}"])
-
-
 def test_a_search_of_lambda_names_its_flags(recipe):
     words = tiny_run.arguments(recipe, **PROXY, frozen__signals=(made(recipe),))
     with pytest.raises(ConfigError) as refused:

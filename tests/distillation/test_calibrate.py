@@ -4,7 +4,6 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.distillation.calibrate import Trial, calibrate, described
-from rlx.distillation.provenance import converged
 from rlx.proxy.calibration import fit_lambda
 from tests import tiny_run
 
@@ -61,12 +60,6 @@ def test_lambdas_that_cannot_be_told_apart_are_said_to_be(recipe, above, named):
     lines = described(found)
     assert ("cannot be told apart" in lines[-1], "best lambda 2" in lines[-1]) == (not named, named)
     assert "not clearly better than 1, 0.5" in lines[-2] or not named
-
-
-def test_how_a_run_ended_is_not_known_of_few_updates():
-    assert converged([0.0] * 8) is None
-    assert converged([0.0] * 9) is True
-    assert converged([0.0, 0.1, 0.0, 0.1, 0.0, 0.1, 0.9, 1.0, 0.9]) is False
 
 
 def test_it_ends_where_the_pass_rate_is_clearly_lower(recipe):

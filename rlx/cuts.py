@@ -106,8 +106,8 @@ async def record_policy(
 
 async def verify(recording: Recording, store: CutStore) -> list[str]:
     """What is wrong with the cuts that are refused, a line each."""
-    problems = []
-    for digest, cut in tqdm(list(store), desc="cuts", unit="", file=sys.stderr):
+    found, problems = store.readable()
+    for digest, cut in tqdm(found, desc="cuts", unit="", file=sys.stderr):
         env = recording.sessions.env(cut.task)
         try:
             await cuts.verify(cut, recording.around(env), env, recording.fingerprint)
@@ -143,15 +143,21 @@ async def _run(given: argparse.Namespace, config: Config, tasks: Sequence[Task])
     return 0
 
 
+def _list(store: CutStore) -> int:
+    found, problems = store.readable()
+    for digest, cut in found:
+        print(f"{digest[:12]}  {cut.name}  {len(cut.tokens)} tokens, workspace {cut.workspace[:12]}")
+    print("".join(f"rlx cuts list: {problem}\n" for problem in problems), end="", file=sys.stderr)
+    return int(bool(problems))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """`rlx cuts`: 0; of `verify` 1 where a cut is refused."""
+    """`rlx cuts`: 0; 1 where `verify` refuses a cut or `list` cannot read one."""
     given, recipe = _parser().parse_known_args(argv)
     if given.word != "record" and not given.cuts.is_dir():
         raise ValueError(f"there is no directory {given.cuts} (--cuts); `rlx cuts record` makes one")
     if given.word == "list":
-        for digest, cut in CutStore(given.cuts):
-            print(f"{digest[:12]}  {cut.name}  {len(cut.tokens)} tokens, workspace {cut.workspace[:12]}")
-        return 0
+        return _list(CutStore(given.cuts))
     config = config_or_exit([f"rlx cuts {given.word}", *recipe], flags.FlagValues(), __doc__ or "")
     tasks = whole_tasks(config)
     if not tasks:

@@ -119,7 +119,9 @@ def _limit(body: Mapping[str, Any]) -> int | None:
     given = body.get("max_completion_tokens", body.get("max_tokens"))
     if given is None:
         return None
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise RequestInvalid(f"max_tokens = {given!r}: it must be a whole number, not {type(given).__name__}")
+    if given < 1:
         raise RequestInvalid(f"max_tokens = {given!r}: it must be at least 1")
     return given
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlx.agents.conversation import ClientConversation, Format
-from rlx.agents.openai import ChatRequest, Message, Reply
+from rlx.agents.openai import ChatRequest, Message, Reply, RequestInvalid
 from rlx.rollout.engine import Engine, Request, RequestRefused, check_completion
 from rlx.rollout.transcript import Transcript, Verdict, join
 from rlx.types import Sample, Task
@@ -66,6 +66,11 @@ class Recorder:
 
     def _request(self, request: ChatRequest, prompt: np.ndarray) -> Request:
         limits = self._limits
+        if (request.max_tokens or 0) > limits.max_new_tokens:
+            raise RequestInvalid(
+                f"max_tokens = {request.max_tokens}: a response has at most {limits.max_new_tokens} tokens "
+                "(rollout.max_new_tokens of the recipe); ask for fewer or leave it out"
+            )
         room = limits.context - len(prompt)
         if room < 1:
             raise RequestRefused(f"the conversation has {len(prompt)} tokens, the context is of {limits.context}")
@@ -75,7 +80,7 @@ class Recorder:
             id=f"{self.name}:{self._asked}",
             prompt=prompt,
             seeds=(int(np.random.SeedSequence(place).generate_state(1, np.uint32)[0]),),
-            max_new_tokens=min(room, limits.max_new_tokens, request.max_tokens or limits.max_new_tokens),
+            max_new_tokens=min(room, request.max_tokens or limits.max_new_tokens),
             temperature=limits.temperature if request.temperature is None else request.temperature,
         )
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlx.config.chat import ChatConfig
 from rlx.envs.thinking import EMPTY_THOUGHT, ends_in, thinking_variables
+from rlx.envs.tool_calls import as_characters
 
 _PROBE = "rlx probe"  # a response whose end is looked for in a rendered conversation
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -92,8 +93,8 @@ class ChatTokenizer:
         return [*system, {"role": "user", "content": question + self.suffix}]
 
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
-        """Ids of a text in which special tokens are written out."""
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        """Ids of a text in which special tokens are written out; half a surrogate pair is a "?"."""
+        return np.array(self.tokenizer.encode(as_characters(text), add_special_tokens=False), np.int32)
 
     def written_out(self, ids: Int32[np.ndarray, "tokens"]) -> str:
         """Text with special tokens as their names."""

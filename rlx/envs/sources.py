@@ -18,6 +18,7 @@ from rlx.envs.code.tasks import DATASETS as CODE_DATASETS
 from rlx.envs.code.tasks import Functions, make_functions, read_human_eval
 from rlx.envs.extract import as_number
 from rlx.envs.grading import GRADERS
+from rlx.envs.tool_calls import as_characters
 from rlx.envs.tool_tasks import KINDS, make_tasks
 from rlx.envs.web.tasks import DATASET as WEB_DATASET
 from rlx.envs.web.tasks import ENVIRONMENT as WEB_ENVIRONMENT
@@ -271,4 +272,6 @@ def _text(where: str, row: dict[str, Any], key: str) -> str:
     if not isinstance(value, str) or isinstance(value, _Number) or not value.strip():
         state = f"is {value!r}" if key in row else "is missing"
         raise ValueError(f"{where}: {key!r} {state}; it must be a text that is not empty")
+    if as_characters(value) != value:
+        raise ValueError(f"{where}: {key!r} has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     return value

@@ -107,16 +107,29 @@ class CutStore:
             raise CutRefused(f"there is no cut {digest} in {self.directory}")
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != digest:
-            raise CutRefused(f"cut {path} is damaged: its content has another digest")
+            raise CutRefused(f"cut {path} is damaged: its content has another digest; delete it and record it again")
         try:
             return _read(unpack(data))
         except (RecordError, KeyError, TypeError) as error:
             raise CutRefused(f"cut {path} is of another version: {error}") from error
 
     def __iter__(self) -> Iterator[tuple[str, Cut]]:
-        """All of them, by task and step."""
-        found = [(path.stem, self.get(path.stem)) for path in self.directory.glob(f"*{SUFFIX}")]
-        yield from sorted(found, key=lambda pair: (pair[1].task.id, pair[1].step, pair[0]))
+        """All of them, by task and step. Raises CutRefused where one cannot be read."""
+        found, problems = self.readable()
+        if problems:
+            raise CutRefused("\n".join(problems))
+        yield from found
+
+    def readable(self) -> tuple[list[tuple[str, Cut]], list[str]]:
+        """Those that can be read, by task and step, and what is wrong with the others."""
+        found: list[tuple[str, Cut]] = []
+        problems: list[str] = []
+        for path in sorted(self.directory.glob(f"*{SUFFIX}")):
+            try:
+                found.append((path.stem, self.get(path.stem)))
+            except CutRefused as refused:
+                problems.append(str(refused))
+        return sorted(found, key=lambda pair: (pair[1].task.id, pair[1].step, pair[0])), problems
 
 
 def _tree(cut: Cut) -> dict[str, Any]:

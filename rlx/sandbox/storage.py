@@ -30,8 +30,10 @@ class Root:
     """The directory of a process's sandboxes. A lock says that the process lives; what dead ones left is removed."""
 
     def __init__(self, directory: str, groups: Hierarchies, *, own_users: bool):
-        """Raises SandboxError where sandboxes have users of their own and those could not reach `directory`."""
+        """Raises SandboxError where `directory` is none, or users that sandboxes have of their own cannot reach it."""
         parent = Path(directory or tempfile.gettempdir()).absolute()
+        if not parent.is_dir():
+            raise SandboxError(f"sandbox.directory = '{parent}': there is no such directory")
         if own_users:
             _check_passable(parent)
         _sweep(str(parent), groups)

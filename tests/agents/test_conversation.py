@@ -122,6 +122,7 @@ def test_tools_reach_a_policy_whose_template_knows_none(tokenizer):
         ({"logit_bais": {}}, "did you mean 'logit_bias'?"),
         ({"temperature": 3}, "from 0"),
         ({"max_tokens": 0}, "at least 1"),
+        ({"max_tokens": "4"}, "max_tokens = '4': it must be a whole number, not str"),
         ({"messages": []}, "not empty"),
         ({"messages": [{"role": "robot", "content": ""}]}, "role must be one of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'text'"),

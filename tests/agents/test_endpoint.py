@@ -176,6 +176,8 @@ def test_what_fails_says_so_and_can_be_asked_again(tokenizer):
             again = await api.chat.completions.create(model="tiny", messages=[user("a")])
             with pytest.raises(openai.BadRequestError, match="not supported"):
                 await api.chat.completions.create(model="tiny", messages=[user("a")], n=3)
+            with pytest.raises(openai.BadRequestError, match=r"rollout\.max_new_tokens"):
+                await api.chat.completions.create(model="tiny", messages=[user("a")], max_tokens=21)
             with pytest.raises(openai.BadRequestError, match="context is of 60"):
                 await api.chat.completions.create(model="tiny", messages=[user("a" * 100)])
             return again

@@ -79,6 +79,11 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
         load_chat_tokenizer(str(tmp_path), "", "")
 
 
+def test_half_a_surrogate_pair_is_a_question_mark(directory):
+    tokenizer = load_chat_tokenizer(directory, "", "")
+    np.testing.assert_array_equal(tokenizer.encode("a\ud800"), tokenizer.encode("a?"))
+
+
 def test_ids_are_below_the_vocabulary_size(directory):
     chat = load_chat_tokenizer(directory, "", "")
     ids = chat.encode_prompt("".join(map(chr, range(32, 0x250))))

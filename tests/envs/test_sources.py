@@ -127,6 +127,7 @@ def test_a_file_is_read_whole_with_the_graders_of_its_lines(tmp_path):
         ('{"question": "1?", "answer": "1", "grader": "reasoning_gym"}', r"grader 'reasoning_gym' cannot grade"),
         ('{"question": "1?", "answer": NaN}', r"line 2: the answer NaN is no number"),
         ('{"question": 5, "answer": "5"}', r"line 2: 'question' is '5'"),
+        ('{"question": "\\ud800?", "answer": "1"}', r"line 2: 'question' has half of a surrogate pair"),
         ("[" * 100_000, r"line 2: (nested too deeply|not JSON)"),
         ('{"question": "1?", "answer": "one", "grader": "number"}', r"needs a number as the answer, found 'one'"),
     ],

@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rlx import cuts as program
 from rlx.config.chat import ToolsConfig
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.conversation import open_conversation
@@ -157,8 +158,15 @@ def test_a_damaged_or_missing_cut_is_refused(passed, tmp_path):
     digest = store.put(passed[0])
     path = tmp_path / f"{digest}.cut"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    with pytest.raises(CutRefused, match="is damaged"):
+    with pytest.raises(CutRefused, match=r"is damaged.*delete it"):
         store.get(digest)
+    whole = store.put(passed[1])
+    found, problems = store.readable()
+    assert [name for name, _ in found] == [whole]
+    assert [digest in problem for problem in problems] == [True]
+    with pytest.raises(CutRefused, match="is damaged"):
+        list(store)
+    assert program.main(["list", f"--cuts={tmp_path}"]) == 1
     with pytest.raises(CutRefused, match="there is no cut"):
         store.get("0" * 64)
 

@@ -15,7 +15,8 @@ from configs import base
 from rlx.config.parse import parse
 from rlx.config.sandbox_checks import MAX_OPEN, sandbox_problems
 from rlx.sandbox import cgroups, files, isolation, processes, seccomp
-from rlx.sandbox.base import Limit
+from rlx.sandbox.base import Limit, SandboxError
+from rlx.sandbox.storage import Root
 from tests import waiting
 from tests.envs.code.test_grading import LIMITS
 
@@ -171,7 +172,17 @@ def test_a_workspace_that_has_grown_too_far_is_found(tmp_path):
         ("url", "https://x", "is of kind 'daytona'"),
         ("limits.memory_bytes", 1000, "a program needs"),
         ("limits.wall_s", 0.0, "must be above 0"),
-        ("limits.files", 0, "must be at least 1"),
+        ("limits.files", 0, "must be at least 16"),
+        ("limits.files", 1, "needs 16 or more"),
+        ("limits.disk_bytes", 1, "needs 65536 or more"),
+        ("limits.memory_bytes", 10**23, "must be at most"),
+        ("limits.processes", 1, "must be from 4 to 32768, two of which are bubblewrap's own"),
+        ("limits.cores", 0.0001, "must be from 0.01"),
+        ("limits.cpu_s", float("inf"), "at most 1e+09 seconds"),
+        ("directory", "/nope", "must be a directory"),
+        ("directory", "/etc/passwd", "must be a directory"),
+        ("read_only", ("/proc/self",), "does not show /proc"),
+        ("read_only", ("/",), "has the workspaces of all sandboxes in it"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(key, value, said):
@@ -180,6 +191,11 @@ def test_settings_that_cannot_be_are_refused(key, value, said):
     (problem,) = sandbox_problems(parse(tree))
     assert problem.startswith(f"config.sandbox.{key} = ")
     assert said in problem
+
+
+def test_a_root_needs_its_directory(tmp_path):
+    with pytest.raises(SandboxError, match="there is no such directory"):
+        Root(str(tmp_path / "nope"), version_2(tmp_path, ""), own_users=False)
 
 
 def test_the_service_needs_its_address():

@@ -94,3 +94,4 @@ def test_every_parameter_and_a_cold_start_on_a_mesh(recipe):
 def test_misfits_are_refused_at_the_start(recipe, changes, message):
     with pytest.raises(ConfigError, match=message):
         train.train(tiny_run.config(recipe, run__name="refused", **changes))
+    assert not tiny_run.config(recipe, run__name="refused").run.path.exists(), "nothing was begun"

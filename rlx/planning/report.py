@@ -53,7 +53,7 @@ def fit(fits: bool, found: Sequence[Change], memory: Memory, device: Device) -> 
         return [f"it fits, with {_gb(device.usable - memory.total)} to spare"]
     most = max(memory._asdict().items(), key=lambda item: item[1])
     said = [f"IT DOES NOT FIT: {_gb(memory.total - device.usable)} too much, most of it {KINDS[most[0]]}. What would:"]
-    return said + (_rows((change.said, _gb(change.bytes)) for change in found) or ["  nothing that was tried"])
+    return said + ([f"  {_gb(change.bytes):>10}  {change.said}" for change in found] or ["  nothing that was tried"])
 
 
 def cost_table(costs: Costs, device: Device, case: Case) -> list[str]:

@@ -40,11 +40,20 @@ def changes(case: Case, device: Device, most: int = 3) -> list[Change]:
     found: list[Change] = []
     searches = [*((one, 1) for one in _single(case)), *((many, most) for many in _many(case))]
     for candidates, count in searches:
-        fitting = (change for keys in candidates if (change := _change(case, keys, device)) is not None)
-        found += itertools.islice(fitting, min(count, most - len(found)))
+        found += itertools.islice(_fitting(case, candidates, device), min(count, most - len(found)))
     bigger = [d for d in DEVICES.values() if d.usable > device.usable and needed(case) <= d.usable]
     found += [Change(f"plan.device = '{d.name}'", needed(case), {"plan.device": d.name}) for d in bigger]
     return found[:most]
+
+
+def _fitting(case: Case, candidates: Iterator[Keys], device: Device) -> Iterator[Change]:
+    """The first of those that differ in numbers alone."""
+    seen = set()
+    for keys in candidates:
+        kind = (frozenset(keys), keys.get("cluster.trainer_layout"))
+        if kind not in seen and (change := _change(case, keys, device)) is not None:
+            seen.add(kind)
+            yield change
 
 
 def needed(case: Case) -> int:
@@ -172,8 +181,13 @@ def _shorter_context(config: Config, context: int) -> Keys:
 
 def _engines(case: Case) -> Iterator[Keys]:
     """Engines that are not in the trainer's process."""
-    if _has_cache(case):
-        yield {"engine.kind": "sglang", "inference.count": 1, "inference.first_gpu": case.layout.devices}
+    devices = case.layout.devices
+    if not _has_cache(case):
+        return
+    if devices < case.config.cluster.gpus_per_node:  # there are others beside the trainer's
+        yield {"engine.kind": "sglang", "inference.count": 1, "inference.first_gpu": devices}
+    else:
+        yield {"engine.kind": "sglang", "inference.addresses": ("http://HOST:30000",)}
 
 
 def _tokens(case: Case) -> Iterator[Keys]:
@@ -229,8 +243,11 @@ def _with_least(case: Case, keys: Keys) -> Iterator[Keys]:
 def _smaller(case: Case, keys: Keys) -> Iterator[Keys]:
     """keys: what `case` has been changed by."""
     yield keys
-    for more in itertools.chain(_slots(case), _tokens(case)):
-        yield keys | more
+    yield from (keys | fewer for fewer in _slots(case))
+    yield from (keys | shorter for shorter in _tokens(case))
+    for elsewhere in _engines(case):
+        yield keys | elsewhere
+        yield from (keys | elsewhere | shorter for shorter in _tokens(case))
 
 
 def _more_devices(case: Case) -> Iterator[Keys]:

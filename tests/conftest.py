@@ -6,6 +6,7 @@ be given from outside, to run the tests of kernels on an accelerator.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -43,3 +44,20 @@ def devices8():
     if len(devices) < 8:
         pytest.skip(f"needs 8 devices, the {devices[0].platform} backend has {len(devices)}")
     return devices[:8]
+
+
+MOST_MAPS = 25_000  # the kernel allows 65,530 a process, and compiling beyond aborts it
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Every compiled program takes memory maps until it is dropped; only files and slow tests are worth the look."""
+    slow = item.get_closest_marker("slow") or item.get_closest_marker("exhaustive")
+    maps = Path("/proc/self/maps")
+    if (slow or nextitem is None or nextitem.path != item.path) and maps.exists():
+        with maps.open("rb") as lines:
+            many = sum(1 for _ in lines) > MOST_MAPS
+        if many:
+            import jax
+
+            jax.clear_caches()
+            gc.collect()

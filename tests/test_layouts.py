@@ -19,11 +19,10 @@ from rlx.verify_layout import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERAN
 EIGHT = ("TP1 PP1 CP2 DP4", "TP2 PP2 CP2", "PP4 DP2")
 OFTEN = [
     *(("dense", layout, rank) for layout, rank in zip(("TP4 PP3 CP2 DP1", *EIGHT), (4, 0, 4, 0), strict=True)),
-    *(("moe", layout, rank) for layout, rank in (("TP4 PP3 CP2 DP1 EP8", 0), ("DP8 EP8", 4))),
     ("dense", "CP4 TP2", 0),
-    *(("hybrid", layout, rank) for layout, rank in (("TP2 PP2 CP2", 4), ("CP2 DP4", 0))),
-    *(("mla", layout, rank) for layout, rank in (("TP2 DP2 CP2 EP4", 4), ("TP2 PP2 CP2 EP2", 0))),
-    ("k3", "TP2 DP2 CP2 EP4", 4),
+    ("moe", "DP8 EP8", 4),
+    ("hybrid", "CP2 DP4", 0),
+    ("mla", "TP2 DP2 CP2 EP4", 4),
 ]
 KINDS = ("dense", "moe", "hybrid", "mla", "k3")
 ALL = [

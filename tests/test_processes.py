@@ -243,7 +243,7 @@ def distance(run: Path, other: Path) -> float:
     return max(float(np.linalg.norm(one[n] - x) / np.linalg.norm(x)) for n, x in two.items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_train_what_one_does_and_a_checkpoint_of_theirs_goes_on_elsewhere(tmp_path):
     recipe = tiny_run.write(tmp_path)
     # A signal to the second one stops both after the same update.

@@ -220,7 +220,7 @@ def test_edge_attempts_cuts_as_any_task(monkeypatch, recipe, recorded):
     )
     edges = EdgeOptions(0.1, 0.9, 0.4, first_attempts=2, most_attempts=2, at_once=2)
     found = edge.find(config, edges, SplitOptions())
-    passes = {row["task"]: row["passes"] for row in found.record["evidence"]}
+    passes = {row["task"]: row["passes"] for row in found.report.record["evidence"]}
     assert passes == {"web/counter/2-2": 0, "web/counter/3-3": 1}
-    assert found.record["train"][0] == "web/counter/3-3", "it has most signal"
+    assert found.report.record["train"][0] == "web/counter/3-3", "it has most signal"
     assert made[0].requests

@@ -25,6 +25,7 @@ REFUSED = frozenset({None})
 # What has filled up, at whatever speed.
 FULL = frozenset({None, Limit.MEMORY, Limit.DISK, Limit.FILES, Limit.WALL, Limit.CPU})
 FOREVER = frozenset({Limit.WALL, Limit.CPU})
+MANY = FOREVER | {Limit.MEMORY}  # processes without end: whichever is used up first
 _REFUSE = """
 def refused(what, action):
     try:

@@ -14,6 +14,7 @@
 # `reports/procedure`, or below the directory that `RLX_PROCEDURE` names.
 
 # %%
+import functools
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from experiments.shared import commands
 from experiments.study import models
 
 SMOKE = bool(os.environ.get("RLX_SMOKE"))
@@ -31,15 +33,7 @@ SEEDS, UPDATES, SFT_STEPS = (2, 6, 250) if SMOKE else (3, 20, 600)
 MODELS = {"target": "other", "proxy": "small"}  # two of the study's: of another family, and less than half the size
 
 
-def rlx(command, *words, check=True):
-    """A command as it would be typed; its last lines are shown."""
-    print(f"$ rlx {command} {' '.join(map(str, words))}")
-    program = [sys.executable, "-m", "rlx.cli", command, *map(str, words)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    print("\n".join(done.stdout.splitlines()[-4:])[:1500])
-    return done
+rlx = functools.partial(commands.rlx, lines=4, characters=1500)
 
 
 def recipe(role, phase=""):

@@ -14,15 +14,15 @@
 # to `runs/popd_tour`, or below the directory that `RLX_POPD` names.
 
 # %%
+import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from experiments.popd import models
+from experiments.shared import commands
 
 SMOKE = bool(os.environ.get("RLX_SMOKE"))
 RUNS = Path(os.environ.get("RLX_POPD", ".")) / "runs" / "popd_tour"
@@ -60,15 +60,7 @@ for lam in (2.0, 1.0, 0.5, 0.05):
 
 
 # %%
-def rlx(command, *words, check=True):
-    """A command as it would be typed; its last lines are shown."""
-    print(f"$ rlx {command} {' '.join(map(str, words))}")
-    program = [sys.executable, "-m", "rlx.cli", command, *map(str, words)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    print("\n".join(done.stdout.splitlines()[-6:])[:1800])
-    return done
+rlx = functools.partial(commands.rlx, lines=6, characters=1800)
 
 
 def recipe(name, **changes):

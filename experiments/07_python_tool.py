@@ -12,27 +12,15 @@
 # %%
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 from experiments.python_tool import models
+from experiments.shared.commands import rlx
 
 SMOKE = bool(os.environ.get("RLX_SMOKE"))
 HOME = Path("runs/python_tool")
 RECIPE = "experiments/python_tool/recipe.py"
-
-
-def rlx(command, *words):
-    """A command as it would be typed; its last lines are shown."""
-    print(f"$ rlx {command} {' '.join(words)}")
-    program = [sys.executable, "-m", "rlx.cli", command, *words]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    print("\n".join(done.stdout.splitlines()[-4:]))
-
 
 # %% [markdown]
 # ## The tasks, the examples, and a model without any knowledge

@@ -7,17 +7,12 @@ another family of models with the same vocabulary, Qwen2's.
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from experiments.study.models import DIGITS, SPECIAL, write_tokenizer
-from rlx.models.presets import dense, write_random
-from rlx.models.spec import Architecture, count_parameters
-
-QUESTIONS, EXAMPLES = 1500, 6000
+from experiments.shared import digits
+from rlx.models.spec import Architecture
 
 
 class Size(NamedTuple):
@@ -38,39 +33,24 @@ SIZES: dict[str, Size] = {
 
 
 def architecture(name: str) -> Architecture:
-    more: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tied": True}
-    return dense(SIZES[name].family, vocab_size=256 + len(SPECIAL), max_positions=64, **SIZES[name].dimensions, **more)
+    return digits.architecture(SIZES[name].family, SIZES[name].dimensions)
 
 
 def write_random_model(directory: Path, name: str) -> int:
     """Random weights with the tokenizer; returns how many."""
-    if not directory.exists():
-        write_random(directory, architecture(name), tokenizer_from=None, seed=1, scale=0.08)
-        write_tokenizer(directory)
-    return count_parameters(architecture(name))
+    return digits.write_random_model(directory, architecture(name))
 
 
 def write_tasks(directory: Path) -> None:
     """tasks.jsonl, and examples of other questions with each size's own noise."""
-    directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
-    questions = ["".join(digits) for digits in itertools.product("0123456789", repeat=DIGITS)]
-    rng.shuffle(questions)
-    tasks = [{"question": q, "answer": answer(q), "grader": "exact"} for q in questions[:QUESTIONS]]
-    _write(directory / "tasks.jsonl", tasks)
-    others = questions[QUESTIONS : QUESTIONS + EXAMPLES]
+    asked, others = digits.draw_questions(rng)
+    tasks = [{"question": q, "answer": answer(q), "grader": "exact"} for q in asked]
+    digits.write_rows(directory / "tasks.jsonl", tasks)
     for name, size in SIZES.items():
-        rows = [{"question": q, "response": noisy(answer(q), size.noise, rng)} for q in others]
-        _write(directory / f"examples_{name}.jsonl", rows)
+        rows = [{"question": q, "response": digits.noisy(answer(q), size.noise, rng)} for q in others]
+        digits.write_rows(directory / f"examples_{name}.jsonl", rows)
 
 
 def answer(question: str) -> str:
     return "".join(sorted(question, reverse=True))
-
-
-def noisy(text: str, noise: float, rng: random.Random) -> str:
-    return "".join(rng.choice("0123456789") if rng.random() < noise else digit for digit in text)
-
-
-def _write(path: Path, rows: list[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.algos.distill import calibrated_lam, combine_signals, kept, top_k_overlap
-from rlx.algos.objective import Targets, objective
+from rlx.algos.objective import objective
+from tests.every_token import every_token
 from tests.oracle_adapter import base_objective, dense_stats
 
 VOCABULARY, STATES, CANDIDATES = 6, 3, 2
@@ -34,26 +35,10 @@ def config_of(form, **distill):
 
 
 def targets_of(config, logits, expert, base, reference):
-    """Every token of every state, weighted by the policy itself: sums over them are its expectations."""
     policy = jax.nn.log_softmax(logits)
     count = VOCABULARY if config.distill.form == "full" else CANDIDATES
-    head = jnp.tile(jnp.arange(count), (STATES * VOCABULARY, 1))
     signal = expert if config.distill.signal == "teacher" else expert - base
-    size = STATES * VOCABULARY
-    return Targets(
-        mask=jnp.ones(size, bool),
-        tokens=jnp.tile(jnp.arange(VOCABULARY), STATES),
-        sequences=jnp.ones(size, int),
-        advantages=jnp.ones(size),
-        sampler_logprobs=policy.ravel(),
-        ages=jnp.zeros(size, int),
-        weights=jnp.exp(policy).ravel(),
-        reference_logprobs=reference.ravel(),
-        head_ids=head,
-        signal=signal.ravel(),
-        head_signal=jnp.repeat(signal[:, :count], VOCABULARY, 0),
-        head_reference_logprobs=jnp.repeat(reference[:, :count], VOCABULARY, 0),
-    )
+    return every_token(policy, reference, signal, jnp.tile(jnp.arange(count), (STATES, 1)))
 
 
 def loss_and_metrics(config, logits, targets):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlx.algos.objective import Targets, objective
+from rlx.algos.objective import objective
 from rlx.data.packing import FrozenArray, PackingConfig, Trajectory, pack
 from rlx.learner.frozen import SharedIds, frozen_stats, scoring_config
 from rlx.learner.state import LearnerState
@@ -17,6 +17,7 @@ from rlx.learner.step import slice_stats, update
 from rlx.models.lora import init_adapter, merge
 from rlx.models.transformer import forward, head_matrix
 from tests import tiny_model
+from tests.every_token import every_token
 from tests.learner import batches
 from tests.oracle_adapter import base_objective, dense_stats
 
@@ -148,24 +149,9 @@ def gradient_of(form, params, expert, base, reference, ids):
         return hidden @ head_matrix(p).T
 
     rows, count = len(ids), {"sampled": 1, "top_k": 5, "full": V}[form]
-    size = rows * V
     policy = jax.nn.log_softmax(logits(params))
     head = jax.lax.top_k(policy, count)[1] if form == "top_k" else jnp.tile(jnp.arange(count), (rows, 1))
-    at = lambda x: jnp.repeat(jnp.take_along_axis(x, head, 1), V, 0)  # noqa: E731
-    targets = Targets(
-        mask=jnp.ones(size, bool),
-        tokens=jnp.tile(jnp.arange(V), rows),
-        sequences=jnp.ones(size, int),
-        advantages=jnp.ones(size),
-        sampler_logprobs=policy.ravel(),
-        ages=jnp.zeros(size, int),
-        weights=jnp.exp(policy).ravel(),
-        reference_logprobs=reference.ravel(),
-        head_ids=jnp.repeat(head, V, 0),
-        signal=(expert - base).ravel(),
-        head_signal=at(expert - base),
-        head_reference_logprobs=at(reference),
-    )
+    targets = every_token(policy, reference, expert - base, head)
     config = step_of(form, alpha=ALPHA, lam=LAM).objective
 
     def loss(p):

@@ -35,6 +35,26 @@ import tests.typechecks  # noqa: E402
 install_import_hook(tests.typechecks.CHECKED, "tests.typechecks.array_functions")
 
 
+MADE = tuple(str(ROOT / name) + os.sep for name in ("models", "runs", "sessions", "cuts", "notebooks"))
+live_tests = False  # tests with a real server make the real model first
+
+
+def _only_what_a_checkout_has(event: str, arguments: tuple[object, ...]) -> None:
+    """A test that reads what commands made here passes on this machine and fails on a new one."""
+    if event == "open" and isinstance(arguments[0], str) and not live_tests:
+        path = os.path.abspath(arguments[0])
+        if path.startswith(MADE):
+            raise AssertionError(f"a test opened {path}, which no clean checkout has; make what it needs in tmp_path")
+
+
+sys.addaudithook(_only_what_a_checkout_has)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global live_tests
+    live_tests = item.get_closest_marker("sglang") is not None
+
+
 @pytest.fixture(scope="session")
 def devices8():
     """Eight devices to build meshes of."""

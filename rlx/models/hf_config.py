@@ -32,7 +32,10 @@ def read_config(directory: Path | str) -> Architecture:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a Hugging Face model directory is expected")
+        raise FileNotFoundError(
+            f"{path} does not exist: a Hugging Face model directory is expected; `make model` makes "
+            "models/smollm2-135m-instruct"
+        )
     try:
         return parse_architecture(read_json(path))
     except ValueError as error:

@@ -33,7 +33,8 @@ LossFunction = Callable[[TokenStats, Any], Float[Array, ""]]
 
 def chunk_tokens(tokens: int, vocab: int, platform: str) -> int:
     most = CHUNK_BYTES.get(platform, ACCELERATOR_CHUNK_BYTES) // (4 * vocab)
-    return min(max(most // MIN_TOKENS, 1) * MIN_TOKENS, tokens)
+    rows_of_tile = xla.default_backend(platform).tile(tokens, vocab, True).tokens
+    return min(max(most // MIN_TOKENS, 1) * MIN_TOKENS, rows_of_tile, tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,8 @@ def _forward(static, hidden, head, ids, arguments):
         part = core.finish(options, moments, cut(known))
         loss, pull = jax.vjp(lambda stats: _loss(static, stats, cut(arguments)), part)
         given = core.d_logits_rows(options, part, pull(full((), 1, varying(loss)))[0], cut(known))
-        d_rows, d_head = _gradients(options, trains, d_head, cut(hidden), head, logits, cut(local), given)
+        only = count == hidden.shape[0]  # this chunk has all tokens: nothing to add to
+        d_rows, d_head = _gradients(options, trains, d_head, cut(hidden), head, logits, cut(local), given, only)
         stats = jax.tree.map(lambda whole, part: put_rows(whole, part, start), stats, part)
         return stats, put_rows(d_hidden, d_rows, start) if trains[0] else None, d_head
 
@@ -147,45 +149,36 @@ def _forward(static, hidden, head, ids, arguments):
     return (_loss(static, stats, arguments), stats), _Residuals(d_hidden, d_head, kind(hidden), kind(head))
 
 
+def _blocks(options, tokens, vocab):
+    """(start, count) of the blocks of columns, few enough to be written out: a loop would fill and copy the logits."""
+    size = options.backend.tile(tokens, vocab, True).columns
+    return [(start, min(size, vocab - start)) for start in range(0, vocab, size)]
+
+
 def _logits(options, hidden, head, ids):
-    """(logits [C, V], their moments), in blocks of columns whose moments are taken while they are in a cache."""
-    count, vocab = hidden.shape[0], head.shape[0]
-    size = options.backend.tile(count, vocab, False).columns
-    if vocab <= size:
-        logits = xla.logits_of(options, hidden, head)
-        return logits, xla.moments_of(logits, ids)
-
-    def block(start, columns, carry):
-        logits, seen = carry
-        part = xla.logits_of(options, hidden, rows(head, start, columns))
-        seen = core.merge(seen, xla.moments_of(part, columns_within(ids, start, columns)))
-        return lax.dynamic_update_slice_in_dim(logits, part, start, 1), seen
-
-    axes = varying(hidden, head, ids)
-    return over_blocks(vocab, size, block, (full((count, vocab), 0, axes), core.nothing_seen(options, ids.shape, axes)))
+    """(logits [C, B] of each block, the moments of all), taken while a block is in a cache."""
+    blocks, seen = [], core.nothing_seen(options, ids.shape, varying(hidden, head, ids))
+    for start, count in _blocks(options, hidden.shape[0], head.shape[0]):
+        logits = xla.logits_of(options, hidden, rows(head, start, count))
+        seen = core.merge(seen, xla.moments_of(logits, columns_within(ids, start, count)))
+        blocks.append(logits)
+    return blocks, seen
 
 
-def _gradients(options, trains, d_head, hidden, head, logits, ids, given):
+def _gradients(options, trains, d_head, hidden, head, logits, ids, given, only):
     """(gradient of the rows of hidden, d_head with theirs added), in blocks of columns that stay in a cache."""
-    size = options.backend.tile(hidden.shape[0], head.shape[0], True).columns
     across = core.across(options, hidden)
     _, *given = given
-
-    def block(start, count, totals):
-        d_hidden, d_head = totals
-        weights = rows(head, start, count)
-        part = logits if count == head.shape[0] else lax.dynamic_slice_in_dim(logits, start, count, 1)
+    d_hidden = full(hidden.shape, 0, varying(hidden, *logits, *given)) if trains[0] else None
+    for (start, count), part in zip(_blocks(options, hidden.shape[0], head.shape[0]), logits, strict=True):
         d_logits = xla.d_logits_of(part, columns_within(ids, start, count), *given)
         d_logits = d_logits.astype(operand_dtype(options.precision))
         if trains[0]:
-            d_hidden += product(d_logits, weights, 1, 0, options.precision)
+            d_hidden += product(d_logits, rows(head, start, count), 1, 0, options.precision)
         if trains[1]:
             d_block = core.head_product_done(options, core.head_product(options, d_logits, across))
-            d_head = put_rows(d_head, rows(d_head, start, count) + d_block, start)
-        return d_hidden, d_head
-
-    d_hidden = full(hidden.shape, 0, varying(hidden, logits, *given)) if trains[0] else None
-    return over_blocks(head.shape[0], size, block, (d_hidden, d_head))
+            d_head = put_rows(d_head, d_block if only else rows(d_head, start, count) + d_block, start)
+    return d_hidden, d_head
 
 
 def _backward(static, kept, cotangents):

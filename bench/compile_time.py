@@ -63,9 +63,9 @@ def main() -> None:
             if i:
                 spent[name].append(took)
     first = next(iter(spent.values()))
-    for name, took in spent.items():
-        ratio = statistics.median(a / b for a, b in zip(took, first, strict=True))
-        print(f"{name:<24}{statistics.median(took):>8.2f} CPU s{ratio:>8.2f} x")
+    for name, each_took in spent.items():
+        ratio = statistics.median(a / b for a, b in zip(each_took, first, strict=True))
+        print(f"{name:<24}{statistics.median(each_took):>8.2f} CPU s{ratio:>8.2f} x")
 
 
 if __name__ == "__main__":

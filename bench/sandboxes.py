@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from configs import base
 from rlx.config.parse import parse
@@ -31,7 +31,7 @@ from rlx.config.sandbox import SandboxConfig
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
 
-KINDS = ("bubblewrap", "subprocess")
+KINDS: tuple[Literal["bubblewrap", "subprocess"], ...] = ("bubblewrap", "subprocess")
 PROGRAM = b"print(sum(range(1000)))\n"
 SLEEPERS = 64
 
@@ -124,7 +124,7 @@ async def main(repeats: int, sessions: int) -> None:
     config = parse(tree).sandbox
     kinds = {kind: dataclasses.replace(config, kind=kind) for kind in KINDS}
     async with Sandboxes(kinds["bubblewrap"]) as isolated, Sandboxes(kinds["subprocess"]) as bare:
-        pools = dict(zip(KINDS, (isolated, bare)))
+        pools: dict[str, Sandboxes] = dict(zip(KINDS, (isolated, bare)))
         print("| what | isolated, ms | not, ms | CPU, isolated | CPU, not | ratio |\n|:--|--:|--:|--:|--:|--:|")
         for what, costs in (await command_costs(pools, repeats)).items():
             print(_row(what, costs))

@@ -18,7 +18,7 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -36,6 +36,7 @@ from rlx.feed import Feed
 from rlx.models.hf import save_params
 from rlx.models.presets import dense
 from rlx.models.spec import init_params
+from rlx.processes import ALONE
 from rlx.scoring import score_shown
 from rlx.serving import embedded
 from rlx.train import learn, report, rollout, select, whole_moment
@@ -101,11 +102,12 @@ def step(run: rlx.run.Run, feed: Feed) -> dict[str, float]:
     """One turn of the loop in `rlx.train.train`."""
     run.preemption.check()
     compiled = run.compilations.count
-    batch = rollout(run, feed)
+    batch, version = rollout(run, feed), run.version
     packed = select(run, batch)
     scores = score_shown(run, batch.groups)
     learned = learn(run, feed, batch, packed)
     run.progress.update += 1
+    run.publish(feed, version)
     report(run, feed, batch, packed, learned, scores, compiled=run.compilations.count > compiled)
     whole_moment(run, feed)
     jax.block_until_ready(run.state)
@@ -122,6 +124,17 @@ def matrix_product() -> Callable[[], object]:
     return lambda: product(square, square).block_until_ready()
 
 
+@contextlib.contextmanager
+def opened(config: Config) -> Iterator[tuple[rlx.run.Run, Feed]]:
+    """A run whose engine stops at no token."""
+    with rlx.run.open_training(config, ALONE) as run:
+        never = dataclasses.replace(run.model.tokenizer, stop_token_ids=())
+        run.model = dataclasses.replace(run.model, tokenizer=never)
+        run.serving = embedded(run.config, run.model, run.policy(), run.version, run.ledger)
+        with run.open_feed() as feed:
+            yield run, feed
+
+
 def main() -> None:
     if sys.argv[1] == "--write":
         write_model(Path(sys.argv[2]))
@@ -132,13 +145,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         runs = stack.enter_context(tempfile.TemporaryDirectory())
         cache = sys.argv[2] if len(sys.argv) > 2 else ""
-        run = stack.enter_context(rlx.run.open_training(make_config(sys.argv[1], Path(runs), cache)))
-        never = dataclasses.replace(run.model.tokenizer, stop_token_ids=())
-        run.model = dataclasses.replace(run.model, tokenizer=never)
-        run.serving = embedded(run.config, run.model, run.policy(), run.version, run.ledger)
+        run, feed = stack.enter_context(opened(make_config(sys.argv[1], Path(runs), cache)))
         leaves = jax.tree.leaves(run.state.trainable)
         channel.say(parameters=sum(x.size for x in leaves), dtypes=sorted({str(x.dtype) for x in leaves}))
-        feed = stack.enter_context(run.open_feed())
         while channel.step_is_wanted():
             channel.say(**step(run, feed))
         channel.say(seconds=run.timers.totals)

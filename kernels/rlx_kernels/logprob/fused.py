@@ -169,7 +169,7 @@ def _gradients(options, trains, d_head, hidden, head, logits, ids, given, only):
     """(gradient of the rows of hidden, d_head with theirs added), in blocks of columns that stay in a cache."""
     across = core.across(options, hidden)
     _, *given = given
-    d_hidden = full(hidden.shape, 0, varying(hidden, *logits, *given)) if trains[0] else None
+    d_hidden = full(hidden.shape, 0, varying(hidden, *logits, *given))
     for (start, count), part in zip(_blocks(options, hidden.shape[0], head.shape[0]), logits, strict=True):
         d_logits = xla.d_logits_of(part, columns_within(ids, start, count), *given)
         d_logits = d_logits.astype(operand_dtype(options.precision))
@@ -178,7 +178,7 @@ def _gradients(options, trains, d_head, hidden, head, logits, ids, given, only):
         if trains[1]:
             d_block = core.head_product_done(options, core.head_product(options, d_logits, across))
             d_head = put_rows(d_head, d_block if only else rows(d_head, start, count) + d_block, start)
-    return d_hidden, d_head
+    return d_hidden if trains[0] else None, d_head
 
 
 def _backward(static, kept, cotangents):

@@ -73,7 +73,7 @@ class Bridge:
         self.staging, self.transport, self.check, self.keep = staging, transport, check, keep
         self.stage_seconds = 0.0  # of the last `prepare`
         self._links: list[Link] = []
-        self._staging, self._hashing = asyncio.Lock(), asyncio.Lock()
+        self._staging, self._hashing, self._tidying = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._hashed: tuple[Staged, str, Mapping[str, str]] | None = None  # checksums of the last version by device
         self._staged: tuple[Staged, Leaves] | None = None
 
@@ -113,14 +113,18 @@ class Bridge:
     async def close(self) -> None:
         """Engines keep what they have loaded; the staged versions are removed."""
         await asyncio.gather(*(link.transport.forget() for link in self._links))
-        await asyncio.to_thread(prune, self.staging.directory, set(), 0)
+        async with self._tidying:
+            await asyncio.to_thread(prune, self.staging.directory, set(), 0)
 
-    def tidy(self) -> None:
+    async def tidy(self) -> None:
         """Remove what no engine needs. While one has not loaded yet, it may serve any of them: nothing is removed."""
-        if all(link.served is not None or link.loading is not None for link in self._links):
-            in_use = [staged for link in self._links for staged in (link.served, link.loading) if staged is not None]
-            in_use += [self._staged[0]] if self._staged else []  # what is published next
-            prune(self.staging.directory, {staged.path for staged in in_use}, self.keep)
+        async with self._tidying:  # every link asks for it, and two would remove one directory
+            if all(link.served is not None or link.loading is not None for link in self._links):
+                in_use = [
+                    staged for link in self._links for staged in (link.served, link.loading) if staged is not None
+                ]
+                in_use += [self._staged[0]] if self._staged else []  # what is published next
+                await asyncio.to_thread(prune, self.staging.directory, {staged.path for staged in in_use}, self.keep)
 
 
 class Link:
@@ -156,7 +160,7 @@ class Link:
                 await self._load(http, staged, files)
             finally:
                 self.loading = None
-        await asyncio.to_thread(self.bridge.tidy)
+        await self.bridge.tidy()
 
     async def _is_known(self, http: SglangHttp) -> bool:
         """Are the checksums of what this engine serves known here?"""

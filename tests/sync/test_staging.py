@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from safetensors.numpy import load_file
 
 from rlx.models import hf
 from rlx.sync import staging
+from rlx.sync.bridge import Bridge
 from rlx.sync.manifest import StagingError, check_files, read_manifest
 from rlx.sync.naming import served_layout_unsupported_reason, served_name, served_parts, served_shape
 from rlx.sync.served import served_checksums
@@ -194,6 +197,21 @@ def test_a_version_that_cannot_be_removed_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", held)
     with pytest.warns(UserWarning, match="v00000001 .* busy"):
         assert prune(tmp_path / "s", set(), keep=0) == [second]
+
+
+def test_links_that_are_done_at_once_do_not_remove_a_version_twice(tmp_path, monkeypatch, recwarn):
+    for version in range(6):
+        stage(tmp_path / "s", tiny_model.params(1), version)
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (time.sleep(0.01), remove(path)))
+    bridge = Bridge(Staging(tmp_path / "s", ARCH, "float32"), lambda: None, keep=1)
+
+    async def all_at_once():
+        await asyncio.gather(*(bridge.tidy() for _ in range(4)), bridge.close())
+
+    asyncio.run(all_at_once())
+    assert not [str(w.message) for w in recwarn if issubclass(w.category, UserWarning)]
+    assert not list((tmp_path / "s").iterdir())
 
 
 def test_served_names_and_shapes():

@@ -53,7 +53,8 @@ def get_config() -> ConfigDict:
     #                         and attention | whole layers; auto = products where they fit in 2 GiB, else layer
     c.model.scan_layers = "auto"  # on: a loop over the update's layers | off: all in one program, faster by a tenth and
     #                               compiled in proportion to their number; auto = off up to 8 layers
-
+    c.model.attention_block = 0  # tokens: the update's attention scores exist for so many queries and keys at once, so
+    #                              that memory is linear in the row; 0 = whole rows up to 1,024 tokens, else 512
     c.model.balance_loss = 0.0  # mixtures of experts: coefficient of the loss that evens their load out, 0 in RL
     c.model.router_z_loss = 0.0  # mixtures of experts: coefficient of the loss that keeps router logits small, 0 in RL
     c.model.balance_packing = False  # mixtures of experts: rows ordered so that micro-batches spread over experts, by
@@ -298,6 +299,8 @@ def get_config() -> ConfigDict:
     c.cluster.inference_nodes = 0  # 0 = the engines are on the trainer's
     c.cluster.gpus_per_node = 8  # devices of each process, where there are several
     c.cluster.trainer_layout = ""  # "TP4 PP3 CP2 DP1 EP8": 24 devices, EP lies in the others; "" = one
+    c.cluster.context_parallel = "gather"  # gather | ring: keys and values of a row are gathered over cp | go round it,
+    #                                        so that a device has those of its own tokens and as many under way
     c.cluster.engines = 0  # 0 = as engine.kind and inference.count say
     c.cluster.engine_layout = ""  # of one engine, "TP16 EP16 DP2", "" = one GPU
 

@@ -147,7 +147,13 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
             f"config.model.replay_routes = True: a pipeline, PP{layout.pp} of config.cluster.trainer_layout, cannot "
             "replay an engine's choices; set it to False or PP to 1"
         )
-    placement = Placement(mesh, layout, micro_batches(layout, learner.micro_batch_rows))
+    ring = config.cluster.context_parallel == "ring"
+    if ring and layout.cp == 1:
+        raise ConfigError(
+            f"config.cluster.context_parallel = 'ring': {layout} of config.cluster.trainer_layout leaves a row's "
+            "tokens on one device; set it to 'gather', or CP to 2 or more"
+        )
+    placement = Placement(mesh, layout, micro_batches(layout, learner.micro_batch_rows), ring=ring)
     return training(placement, trained_specs(config, arch), arch)
 
 
@@ -309,6 +315,7 @@ def step_config(
         unrolled=unrolled(config, arch),
         router_losses=RouterLosses(config.model.balance_loss, config.model.router_z_loss),
         placement=placement,
+        attention_block=config.model.attention_block,
     )
 
 

@@ -89,7 +89,8 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     check(layout, sizes_of(arch, tokens, rows))
     case = make_case(config, arch, rows, tokens, dtype)
     single = run(case, None)
-    placement = Placement(make_mesh(layout), layout, MICRO_BATCHES if layout.pp > 1 else 1)
+    ring = config.cluster.context_parallel == "ring"
+    placement = Placement(make_mesh(layout), layout, MICRO_BATCHES if layout.pp > 1 else 1, ring=ring)
     spread = difference(layout, single, run(case, placement))
     if dtype == "float64":
         return spread, None

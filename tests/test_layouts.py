@@ -34,16 +34,35 @@ ALL = [
 ]
 
 
-def recipe(kind: str, rank: int, *objective: str) -> Config:
+# Attention in other ways than by default: (kind, layout, rank, its keys).
+RING, BLOCKS = "cluster.context_parallel=ring", "model.attention_block=8"
+ATTENTION = [
+    ("dense", "TP2 PP2 CP2", 4, (RING,)),
+    ("dense", "CP4", 0, (RING, BLOCKS)),
+    ("mla", "TP2 DP2 CP2 EP4", 4, (BLOCKS,)),
+]
+ATTENTION_ALL = [
+    (kind, layout, rank, keys)
+    for kind in KINDS
+    for layout in ("TP4 PP3 CP2 DP1 EP8", "TP1 PP1 CP2 DP4", "CP4 TP2", "PP2 CP4")
+    for rank in (0, 4)
+    for keys in ((RING,), (RING, BLOCKS), (BLOCKS,))
+    if (kind, layout, rank, keys) not in ATTENTION
+]
+
+
+def recipe(kind: str, rank: int, *objective: str, keys: tuple[str, ...] = ()) -> Config:
     words = ["verify-layout", f"--config=configs/tiny_{kind}.py", f"--config.lora.rank={rank}"]
-    words += [f"--config.objective.{word}" for word in objective]
+    words += [f"--config.objective.{word}" for word in objective] + [f"--config.{key}" for key in keys]
     if any(word.startswith("distill.form") for word in objective):
         words += ["--config.frozen.signals=('nowhere',)", "--config.rollout.filter_no_signal=False"]
     return config_from_argv(words, flags.FlagValues(), simulated=True)
 
 
-def compared(kind: str, layout: str, rank: int, dtype: str = "float64") -> tuple[Comparison, Comparison | None]:
-    config = recipe(kind, rank)
+def compared(
+    kind: str, layout: str, rank: int, dtype: str = "float64", keys: tuple[str, ...] = ()
+) -> tuple[Comparison, Comparison | None]:
+    config = recipe(kind, rank, keys=keys)
     if kind in ("dense", "hybrid"):  # no experts to spread
         layout = " ".join(word for word in layout.split() if not word.startswith("EP"))
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
@@ -53,10 +72,26 @@ def compared(kind: str, layout: str, rank: int, dtype: str = "float64") -> tuple
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, layout, rank", OFTEN)
 def test_a_layout_computes_what_one_device_does(kind, layout, rank):
-    found, _ = compared(kind, layout, rank)
+    agree(kind, layout, rank)
+
+
+def agree(kind: str, layout: str, rank: int, keys: tuple[str, ...] = ()) -> None:
+    found, _ = compared(kind, layout, rank, keys=keys)
     assert found.loss_error <= LOSS_TOLERANCE
     assert found.worst.error <= GRADIENT_TOLERANCE, found.worst
     assert max(change.error for change in found.changes) <= UPDATE_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, layout, rank, keys", ATTENTION)
+def test_a_ring_and_blocks_of_scores_compute_what_one_device_does(kind, layout, rank, keys):
+    agree(kind, layout, rank, keys)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind, layout, rank, keys", ATTENTION_ALL)
+def test_every_ring_computes_what_one_device_does(kind, layout, rank, keys):
+    agree(kind, layout, rank, keys)
 
 
 @pytest.mark.slow
@@ -79,7 +114,7 @@ def test_layouts_are_compared_with_what_frozen_policies_say(words):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind, layout, rank", ALL)
 def test_every_layout_computes_what_one_device_does(kind, layout, rank):
-    test_a_layout_computes_what_one_device_does(kind, layout, rank)
+    agree(kind, layout, rank)
 
 
 @pytest.mark.slow

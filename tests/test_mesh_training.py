@@ -86,6 +86,10 @@ def test_every_parameter_and_a_cold_start_on_a_mesh(recipe):
         ({"cluster__trainer_layout": "TP3"}, r"'TP3': TP3 .* does not divide attention heads, 4; no layout of 3"),
         ({"cluster__trainer_layout": "DP4"}, r"DP4 does not divide the 2 rows of a micro-batch; .* TP1 PP2 CP1 DP2"),
         ({"cluster__trainer_layout": "QP4"}, r"trainer_layout = 'QP4': .*'QP4' is none of TPn"),
+        (
+            {"cluster__trainer_layout": "DP2", "cluster__context_parallel": "ring"},
+            r"context_parallel = 'ring': TP1 PP1 CP1 DP2 EP1 .* set it to 'gather', or CP to 2 or more",
+        ),
         ({"cluster__trainer_layout": "TP4 PP2 CP4 DP1"}, "needs 32 devices and .* JAX_NUM_CPU_DEVICES=32"),
         ({"cluster__trainer_nodes": 2}, r"trainer_nodes = 2: config.cluster.trainer_layout must say"),
         ({"cluster__engines": 4}, r"engines = 4\), which this program does not start; .*inference.addresses"),

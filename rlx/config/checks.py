@@ -60,6 +60,7 @@ AT_LEAST_ONE = (
 NOT_NEGATIVE = (
     "run.seed",
     "lora.rank",
+    "model.attention_block",
     "model.balance_loss",
     "model.router_z_loss",
     "tasks.seed",

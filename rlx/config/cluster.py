@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,5 +12,6 @@ class ClusterConfig:
     inference_nodes: int
     gpus_per_node: int
     trainer_layout: str  # "TP4 PP3 CP2 DP1 EP8", "" = one device
+    context_parallel: Literal["gather", "ring"]  # of a row's keys and values over CP
     engines: int  # 0 = not planned: what inference.count or engine.kind say
     engine_layout: str  # of one engine, "TP16 EP16 DP2", "" = one GPU

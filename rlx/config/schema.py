@@ -50,6 +50,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"]  # of the weights in memory and of the matrix products
     remat: Literal["auto", "none", "products", "layer"]  # activation recomputation in the update
     scan_layers: Literal["auto", "on", "off"]  # the update's layers in a loop, or one after the other
+    attention_block: int  # tokens whose attention scores exist at once, of queries and of keys; 0 = by the row's length
     balance_loss: float  # coefficient, mixtures of experts
     router_z_loss: float  # coefficient, mixtures of experts
     balance_packing: bool  # mixtures of experts: micro-batches that spread over experts, by the engine's choices

@@ -53,6 +53,7 @@ class StepConfig:
     head_precision: Precision | None = None  # of the output head's products; None: what the dtypes say
     unrolled: bool = False  # layers one after the other in the program, not in a loop
     placement: Placement | None = None  # the devices that share an update, None = one
+    attention_block: int = 0  # tokens, 0 = by the rows' length: `rlx.models.blockwise.block_size`
 
 
 @struct.dataclass
@@ -147,6 +148,7 @@ def hidden_of_targets(
         remat=config.remat,
         unrolled=config.unrolled,
         placement=config.placement,
+        attention_block=config.attention_block,
     )
     if config.placement is not None:  # a target may look anywhere in its row
         hidden = config.placement.cut(hidden, PartitionSpec("dp"))

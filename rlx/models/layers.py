@@ -5,6 +5,8 @@ Norms, rotary angles and softmax run in float32 whatever the weights' dtype; res
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -42,17 +44,31 @@ rotate.defvjp(
 )
 
 
-def packed_causal_mask(
-    positions: Int[Array, "rows t"], segment_ids: Int[Array, "rows t"], prefix_ids: Int[Array, "rows t"] | None = None
-) -> Bool[Array, "rows t t"]:
-    """Token t sees token s of its own segment, or of its prefix's, at an earlier or equal position.
+class Ids(NamedTuple):
+    """What decides who sees whom among packed tokens: int32 [rows, t] each."""
+
+    positions: Array  # of each token in its own sequence, its prefix included
+    segments: Array  # 0 = padding
+    prefixes: Array  # the segment that holds the beginning of this one's sequence, 0 = none
+
+
+def visible(queries: Ids, keys: Ids, window: int | None) -> Bool[Array, "rows t s"]:
+    """Token t sees token s of its own segment, or of its prefix's, at an earlier or equal position, less than `window`
+    before its own where there is one.
 
     A prefix is the beginning that several segments of a row share, a segment of its own; 0 = none. Segment 0 is
     padding: it sees nothing and is not seen.
     """
-    seen = segment_ids[:, None, :]
-    own = seen == segment_ids[:, :, None]
-    if prefix_ids is not None:
-        own |= seen == prefix_ids[:, :, None]
-    earlier = positions[:, None, :] <= positions[:, :, None]
-    return own & earlier & (seen > 0) & (segment_ids > 0)[:, :, None]
+    seen = keys.segments[:, None, :]
+    own = (seen == queries.segments[:, :, None]) | (seen == queries.prefixes[:, :, None])
+    distance = queries.positions[:, :, None] - keys.positions[:, None, :]
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return own & near & (seen > 0) & (queries.segments > 0)[:, :, None]
+
+
+def packed_causal_mask(
+    positions: Int[Array, "rows t"], segment_ids: Int[Array, "rows t"], prefix_ids: Int[Array, "rows t"] | None = None
+) -> Bool[Array, "rows t t"]:
+    """`visible` of whole rows, without a window."""
+    ids = Ids(positions, segment_ids, segment_ids if prefix_ids is None else prefix_ids)
+    return visible(ids, ids, None)

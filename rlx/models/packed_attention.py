@@ -11,10 +11,12 @@ that way nothing of size T × T is ever transposed, and the sum over those heads
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from rlx.models.layers import KEPT, wide
 
@@ -41,11 +43,11 @@ def _forward(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Ar
 
 def attend(query: Array, key: Array, value: Array, allowed: Bool[Array, "rows t s"]) -> tuple[Array, Array]:
     """(O [rows, t, heads, v], L [rows, kv_heads, heads of each · t, 1]) of `stacked` arguments."""
-    scores = _scores(query, key, allowed)
+    scores = scores_of(query, key, allowed)
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
     mass = weights.sum(-1, keepdims=True)
-    out = _product("rkqs,rksd->rkqd", weights.astype(value.dtype), value) / mass
+    out = product("rkqs,rksd->rkqd", weights.astype(value.dtype), value) / mass
     return _seeing(allowed, _unstacked(out.astype(value.dtype), allowed.shape[1])), top + jnp.log(mass)
 
 
@@ -60,18 +62,41 @@ def pull(kept: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array]:
     d_out = _seeing(allowed, d_out)
     shared = stacked((wide(d_out) * wide(out)).sum(-1, keepdims=True), kv_heads)
     d_out = stacked(d_out, kv_heads)
-    weights = jnp.exp(_scores(query, key, allowed) - logsumexp)
-    d_weights = _product("rkqd,rksd->rkqs", d_out, value)
+    weights = jnp.exp(scores_of(query, key, allowed) - logsumexp)
+    d_weights = product("rkqd,rksd->rkqs", d_out, value)
     d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
-    d_query = _product("rkqs,rksd->rkqd", d_scores, key)
-    d_key = _product("rkqs,rkqd->rksd", d_scores, query)
-    d_value = _product("rkqs,rkqd->rksd", weights.astype(value.dtype), d_out)
+    d_query = product("rkqs,rksd->rkqd", d_scores, key)
+    d_key = product("rkqs,rkqd->rksd", d_scores, query)
+    d_value = product("rkqs,rkqd->rksd", weights.astype(value.dtype), d_out)
     given = ((d_query, query, length), (d_key, key, seen), (d_value, value, seen))
     d_query, d_key, d_value = (_unstacked(d.astype(x.dtype), tokens) for d, x, tokens in given)
     return d_query, d_key, d_value
 
 
 packed_attention.defvjp(_forward, _backward)
+
+
+def differentiable(
+    attend: Callable[..., tuple[Array, Array]], pull: Callable[..., tuple[Array, Array, Array]]
+) -> Callable[..., Array]:
+    """attention(query, key, value, *who sees whom) -> O, whose backward pass is not derived.
+
+    attend: (the same) -> (O, L).
+    pull: (the same, O, L, dO) -> (dQ, dK, dV), which are cast to what they are gradients of.
+    """
+
+    def forward(*inputs: PyTree[Array]) -> tuple[Array, tuple]:
+        out, logsumexp = checkpoint_name(attend(*inputs), KEPT)
+        return out, (*inputs, out, logsumexp)
+
+    def backward(kept: tuple, d_out: Array) -> tuple[Array | None, ...]:
+        *inputs, _, _ = kept
+        gradients = (d.astype(x.dtype) for d, x in zip(pull(*kept, d_out), inputs[:3], strict=True))
+        return *gradients, *(None for _ in inputs[3:])
+
+    attention = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
+    attention.defvjp(forward, backward)
+    return attention
 
 
 def stacked(x: Array, kv_heads: int) -> Array:
@@ -87,9 +112,9 @@ def _unstacked(x: Array, length: int) -> Array:
     return x.reshape(rows, kv_heads, -1, length, dim).transpose(0, 3, 1, 2, 4).reshape(rows, length, -1, dim)
 
 
-def _scores(query: Array, key: Array, allowed: Array) -> Array:
+def scores_of(query: Array, key: Array, allowed: Array) -> Array:
     """[rows, kv_heads, heads of each · t, s], lowest where not allowed."""
-    scores = _product("rkqd,rksd->rkqs", query, key) * query.shape[-1] ** -0.5
+    scores = product("rkqd,rksd->rkqs", query, key) * query.shape[-1] ** -0.5
     blocks = scores.reshape(*scores.shape[:2], -1, *allowed.shape[1:])
     return jnp.where(allowed[:, None, None], blocks, jnp.finfo(scores.dtype).min).reshape(scores.shape)
 
@@ -99,5 +124,5 @@ def _seeing(allowed: Array, x: Array) -> Array:
     return jnp.where(allowed.any(-1)[:, :, None, None], x, 0)
 
 
-def _product(equation: str, a: Array, b: Array) -> Array:
+def product(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))

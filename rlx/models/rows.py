@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
 from rlx.models import rope
+from rlx.models.blockwise import block_size
 from rlx.models.description import Architecture
-from rlx.models.layers import packed_causal_mask
+from rlx.models.layers import Ids, visible
 from rlx.parallel.mesh import Placement
 
 
@@ -19,8 +21,11 @@ class Rows:
 
     positions: Array  # int32 [rows, t], of each token in its own sequence
     segment_ids: Array  # int32 [rows, t], 0 = padding
+    prefix_ids: Array  # int32 [rows, t], 0 = none
     tables: tuple[rope.Tables, ...]  # of `Architecture.ropes`
-    masks: tuple[Array, ...]  # bool [rows, t, t], of `Architecture.windows`
+    masks: tuple[Array, ...]  # bool [rows, t, t], of `windows`; none where attention goes by blocks
+    windows: tuple[int | None, ...] = struct.field(pytree_node=False)  # of attention layers
+    block: int = struct.field(pytree_node=False, default=0)  # tokens: `rlx.models.blockwise.block_size`
     placement: Placement | None = struct.field(pytree_node=False, default=None)  # devices that share them, None = one
 
 
@@ -37,15 +42,29 @@ def packed_rows(
     segment_ids: Int[Array, "rows t"],
     prefix_ids: Int[Array, "rows t"] | None = None,
     placement: Placement | None = None,
+    attention_block: int = 0,
 ) -> Rows:
+    """attention_block: tokens, 0 = by the rows' length, as `rlx.models.blockwise.block_size` has it."""
+    ids = Ids(positions, segment_ids, jnp.zeros_like(segment_ids) if prefix_ids is None else prefix_ids)
     if placement is not None:
-        positions, segment_ids = placement.rows(positions), placement.rows(segment_ids)
-    allowed = packed_causal_mask(positions, segment_ids, prefix_ids)
-    distance = positions[:, :, None] - positions[:, None, :]
-    masks = tuple(allowed if window is None else allowed & (distance < window) for window in arch.windows)
+        ids = Ids(*(placement.rows(x) for x in ids))
+    ring = placement is not None and placement.ring
+    ranks = 1 if placement is None else placement.layout.cp
+    block = block_size(attention_block, positions.shape[1], ranks, always=ring)
+    masks = () if block else tuple(visible(ids, ids, window) for window in arch.windows)
     if placement is not None:
         masks = tuple(placement.rows(mask) for mask in masks)
-    return Rows(positions, segment_ids, tuple(rope.tables(r, positions) for r in arch.ropes), masks, placement)
+    tables = tuple(rope.tables(r, ids.positions) for r in arch.ropes)
+    return Rows(
+        positions=ids.positions,
+        segment_ids=ids.segments,
+        prefix_ids=ids.prefixes,
+        tables=tables,
+        masks=masks,
+        windows=arch.windows,
+        block=block,
+        placement=placement,
+    )
 
 
 def token_rows(arch: Architecture, positions: Int[Array, " rows"]) -> Token:

@@ -1,4 +1,5 @@
-"""`packed_attention` on a mesh: rows over dp, queries over cp, heads over tp; keys and values are gathered over cp.
+"""Attention within rows on a mesh: rows over dp, queries over cp, heads over tp; keys and values are gathered over cp,
+or go round in a ring.
 
 Written by hand, as XLA's partitioner would gather the queries too: in the layout that the products run over, heads and
 tokens are one axis, which cannot be cut by both. A device holds scores of its own queries and heads alone.
@@ -6,24 +7,37 @@ tokens are one axis, which cannot be cut by both. A device holds scores of its o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, PyTree
 
-from rlx.models.layers import KEPT
-from rlx.models.packed_attention import attend, packed_attention, pull, stacked
+from rlx.models import blockwise, packed_attention, ring_attention
+from rlx.models.blockwise import Blocks
+from rlx.models.layers import Ids
+from rlx.models.packed_attention import differentiable, stacked
 from rlx.models.rows import Rows
 from rlx.parallel.expert import TOKENS
 from rlx.parallel.mesh import Placement
 
 HEADS = PartitionSpec("dp", "cp", "tp")  # [rows, t, heads, d]
 SHARED = PartitionSpec("dp", "cp")  # the same, the heads whole
-MASK = PartitionSpec("dp", "cp")  # [rows, t, s]
+OWN = PartitionSpec("dp", "cp")  # of this device's tokens: [rows, t], a mask's [rows, t, s]
+ALL = PartitionSpec("dp")  # of all tokens
 SUMS = PartitionSpec("dp", "tp", "cp")  # [rows, kv_heads, heads of each · t, 1], read by the same device only
+
+
+class Local(NamedTuple):
+    """What one device does, with its queries and their heads, and the keys of its tokens."""
+
+    attend: Callable[..., tuple[Array, Array]]  # (query, key, value, *who sees whom) -> (O, L)
+    pull: Callable[..., tuple[Array, Array, Array]]  # (query, key, value, *the same, O, L, dO) -> (dQ, dK, dV)
+    seen: tuple[PartitionSpec, ...]  # where what says who sees whom lies
+    sums: PartitionSpec  # where L lies
 
 
 def row_attention(
@@ -33,21 +47,31 @@ def row_attention(
     key: Float[Array, "rows t kv_heads d"],
     value: Float[Array, "rows t kv_heads v"],
 ) -> Float[Array, "rows t heads v"]:
-    """`packed_attention` over the mask number `window` of `rows`, by the devices that share them."""
-    allowed = rows.masks[window]
-    if rows.placement is None:
-        return packed_attention(query, key, value, allowed)
-    return sharded_attention(rows.placement, query, key, value, allowed)
+    """`packed_attention` under the window number `window` of `rows`, by the devices that share them."""
+    placement, given = rows.placement, (query, key, value)
+    if not rows.block:
+        allowed = rows.masks[window]
+        if placement is None:
+            return packed_attention.packed_attention(*given, allowed)
+        return sharded(placement, WHOLE, *given, allowed)
+    ids = Ids(rows.positions, rows.segment_ids, rows.prefix_ids)
+    blocks = Blocks(rows.block, rows.windows[window])
+    if placement is None:
+        return blockwise.blockwise_attention(blocks, *given, ids)
+    if placement.ring:
+        return sharded(placement, in_ring(blocks, placement.layout.cp), *given, ids)
+    return sharded(placement, in_blocks(blocks), *given, ids, ids)
 
 
-def sharded_attention(
+def sharded(
     placement: Placement,
+    local: Local,
     query: Float[Array, "rows t heads d"],
     key: Float[Array, "rows t kv_heads d"],
     value: Float[Array, "rows t kv_heads v"],
-    allowed: Bool[Array, "rows t t"],
+    *seen: PyTree[Array],
 ) -> Float[Array, "rows t heads v"]:
-    """`rlx.models.packed_attention.packed_attention`. Key-value heads that TP does not divide are held whole."""
+    """`local` on every device. Key-value heads that TP does not divide are held whole."""
     tp, kv_heads = placement.layout.tp, key.shape[2]
     shared = kv_heads % tp != 0
     keys = SHARED if shared else HEADS
@@ -55,44 +79,80 @@ def sharded_attention(
     over_devices = partial(jax.shard_map, mesh=mesh, axis_names=set(TOKENS), check_vma=False)
 
     def own(x: Array) -> Array:
-        """All tokens of the key-value heads that this device's queries read."""
-        if shared:  # TP is a multiple of their number: one
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tp") * kv_heads // tp, 1, 2)
-        return jax.lax.all_gather(x, "cp", axis=1, tiled=True)
+        """The key-value heads that this device's queries read."""
+        if not shared:
+            return x
+        # TP is a multiple of their number: one
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tp") * kv_heads // tp, 1, 2)
 
     def returned(d: Array) -> Array:
         """The gradient of what `own` was given."""
-        d = jax.lax.psum_scatter(d, "cp", scatter_dimension=1, tiled=True)
         if not shared:
             return d
         whole = jnp.zeros((*d.shape[:2], kv_heads, d.shape[3]), d.dtype)
         place = jax.lax.axis_index("tp") * kv_heads // tp
         return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(whole, d, place, 2), "tp")
 
-    def below(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-        key, value = own(key), own(value)
-        return stacked(query, key.shape[2]), stacked(key, key.shape[2]), stacked(value, key.shape[2])
+    def attend(query: Array, key: Array, value: Array, *rest: PyTree[Array]) -> tuple[Array, Array]:
+        return local.attend(query, own(key), own(value), *rest)
 
-    def local(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Array, Array]:
-        return attend(*below(query, key, value), allowed)
-
-    def local_pull(query: Array, key: Array, value: Array, allowed: Array, *rest: Array) -> tuple[Array, ...]:
-        *kept, d_out = rest
-        d_query, d_key, d_value = pull((*below(query, key, value), allowed, *kept), d_out)
+    def pull(query: Array, key: Array, value: Array, *rest: PyTree[Array]) -> tuple[Array, Array, Array]:
+        d_query, d_key, d_value = local.pull(query, own(key), own(value), *rest)
         return d_query, returned(d_key), returned(d_value)
 
-    given = (HEADS, keys, keys, MASK)
-
-    def forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-        made = over_devices(local, in_specs=given, out_specs=(HEADS, SUMS))(*inputs)
-        out, sums = checkpoint_name(made, KEPT)
-        return out, (*inputs, out, sums)
-
-    def backward(kept: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
-        specs = (*given, HEADS, SUMS, HEADS)
-        return *over_devices(local_pull, in_specs=specs, out_specs=given[:3])(*kept, d_out), None
-
+    given = (HEADS, keys, keys, *local.seen)
     # Its own backward pass: jax cannot lower the one that it derives from a `shard_map` in a pipeline's.
-    attention = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
-    attention.defvjp(forward, backward)
-    return attention(query, key, value, allowed)
+    return differentiable(
+        over_devices(attend, in_specs=given, out_specs=(HEADS, local.sums)),
+        over_devices(pull, in_specs=(*given, HEADS, local.sums, HEADS), out_specs=given[:3]),
+    )(query, key, value, *seen)
+
+
+def in_blocks(blocks: Blocks) -> Local:
+    """Scores a block at a time, keys and values gathered; (queries, keys) say who sees whom."""
+
+    def attend(query: Array, key: Array, value: Array, queries: Ids, keys: Ids) -> tuple[Array, Array]:
+        made = blockwise.attend(blocks, query, _all(key), _all(value), queries, keys)
+        return blockwise.settled(queries, value, made)
+
+    def pull(query: Array, key: Array, value: Array, *rest: PyTree[Array]) -> tuple[Array, Array, Array]:
+        d_query, d_key, d_value = blockwise.pull(blocks, query, _all(key), _all(value), *rest)
+        return d_query, _mine(d_key.astype(key.dtype)), _mine(d_value.astype(value.dtype))
+
+    return Local(attend, pull, (OWN, ALL), HEADS)
+
+
+def in_ring(blocks: Blocks, ranks: int) -> Local:
+    """The same without gathering; one `Ids` says who sees whom."""
+
+    def attend(query: Array, key: Array, value: Array, ids: Ids) -> tuple[Array, Array]:
+        return blockwise.settled(ids, value, ring_attention.attend(blocks, ranks, query, key, value, ids))
+
+    return Local(attend, partial(ring_attention.pull, blocks, ranks), (OWN,), HEADS)
+
+
+def _attend_whole(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Array, Array]:
+    return packed_attention.attend(*_stacked(query, _all(key), _all(value)), allowed)
+
+
+def _pull_whole(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, Array, Array]:
+    *kept, d_out = rest
+    d_query, d_key, d_value = packed_attention.pull((*_stacked(query, _all(key), _all(value)), *kept), d_out)
+    return d_query, _mine(d_key), _mine(d_value)
+
+
+WHOLE = Local(_attend_whole, _pull_whole, (OWN,), SUMS)  # a mask [rows, t, s] says who sees whom
+
+
+def _stacked(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    return stacked(query, key.shape[2]), stacked(key, key.shape[2]), stacked(value, key.shape[2])
+
+
+def _all(x: Array) -> Array:
+    """All tokens of keys or values."""
+    return jax.lax.all_gather(x, "cp", axis=1, tiled=True)
+
+
+def _mine(d: Array) -> Array:
+    """The gradient of what `_all` was given."""
+    return jax.lax.psum_scatter(d, "cp", scatter_dimension=1, tiled=True)

@@ -95,6 +95,7 @@ def forward(
     remat: Remat = "none",
     unrolled: bool = False,
     placement: Placement | None = None,
+    attention_block: int = 0,
 ) -> Float[Array, "rows t d"]:
     """Hidden states after the final norm.
 
@@ -110,6 +111,7 @@ def forward(
         it compiles for as many times longer as there are layers.
       placement: the devices that share the work, None = one. A pipeline runs groups with at least a repeat a stage;
         others, a dense first layer say, are computed by every stage.
+      attention_block: tokens whose attention scores exist at once, 0 = by the rows' length.
     """
     return forward_routed(
         arch,
@@ -123,6 +125,7 @@ def forward(
         remat=remat,
         unrolled=unrolled,
         placement=placement,
+        attention_block=attention_block,
     )[0]
 
 
@@ -140,12 +143,13 @@ def forward_routed(
     remat: Remat = "none",
     unrolled: bool = False,
     placement: Placement | None = None,
+    attention_block: int = 0,
 ) -> tuple[Float[Array, "rows t d"], Routing | None]:
     """`forward`, and what the routers did, None where there are none.
 
     routes: expert choices to replay, of `arch.expert_layers`; negative where the router is to choose.
     """
-    rows = packed_rows(arch, positions, segment_ids, prefix_ids, placement)
+    rows = packed_rows(arch, positions, segment_ids, prefix_ids, placement, attention_block)
     stream = residual.start(arch, _embedded(params, tokens, placement))
     routings: list[tuple[tuple[int, ...], Routing]] = []
     for group in group_slots(arch):

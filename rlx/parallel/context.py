@@ -2,8 +2,8 @@
 
 Attention sees tokens by position and segment, wherever in the row they lie, so a row is cut into 2 CP parts and rank r
 holds parts r and 2 CP - 1 - r ("zig-zag"): an early and a late one, equal work under the causal mask (as in Llama 3,
-arXiv 2407.21783, section 3.3.2). Keys and values are gathered over 'cp'. Layers that carry a state from token to token
-need the row's own order; there rank r holds part r of CP.
+arXiv 2407.21783, section 3.3.2). Keys and values are gathered over 'cp', or go round it. Layers that carry a state from
+token to token need the row's own order; there rank r holds part r of CP.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
     sent: dict[str, float] = {}
     # After each of a layer's two row-parallel products, and of the gradient before each column-parallel one.
     sent["tp"] = 2 * of(layout.tp) * 2 * count * (forwards + 1) * d_stream
-    sent["cp"] = of(layout.cp) * sum(
-        repeats_here(case, group) * _shown(case, slot.layer.mixer) * (forwards + 2) * layout.cp
+    sent["cp"] = sum(
+        repeats_here(case, group) * _shown(case, slot.layer.mixer) * _rounds(case, slot.layer.mixer, forwards)
         for group, slot in layers
     )
     if layout.pp > 1:
@@ -215,6 +215,15 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
         exchanged = sum(repeats_here(case, group) * _block(case, slot.layer) for group, slot in layers)
         sent["ep"] = of(layout.ep) * exchanged * (2 * forwards + 4)
     return {name: size for name, size in sent.items() if size}
+
+
+def _rounds(case: Case, mixer: Mixer, forwards: float) -> float:
+    """How often a device sends what `_shown` counts: to each of the others in each forward pass and twice in the
+    backward pass, whose gradients go once all the way round a ring, as float32."""
+    others = case.layout.cp - 1
+    if case.ring and isinstance(mixer, Attention | LatentAttention):
+        return others * (forwards + 1) + case.layout.cp * WIDE / case.itemsize
+    return others * (forwards + 2)
 
 
 def _shown(case: Case, mixer: Mixer) -> float:

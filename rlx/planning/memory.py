@@ -64,7 +64,7 @@ class Temporaries(NamedTuple):
 
     kept: float  # of the forward pass, for the backward pass: what `remat` leaves
     layer: float  # what one layer makes of its tokens, recomputed and differentiated
-    scores: float  # of one attention layer: float32, queries x keys of a row
+    scores: float  # of one attention layer: float32, queries x keys that exist at once, of a row or of blocks
     exchange: float  # blocks of tokens on their way to experts
     recurrent: float  # queries, keys, values and decays of one delta rule layer, float32
     logits: float  # one tile of the output head, float32
@@ -136,7 +136,8 @@ def _made(case: Case, layer: Layer) -> float:
 def _scores(case: Case, layer: Layer) -> float:
     if not isinstance(layer.mixer, Attention | LatentAttention):
         return 0.0
-    return case.rows_here * layer.mixer.heads / case.layout.tp * case.tokens_here * case.tokens * WIDE
+    at_once = case.attention_block**2 or case.tokens_here * case.tokens
+    return case.rows_here * layer.mixer.heads / case.layout.tp * at_once * WIDE
 
 
 def _exchange(case: Case, layer: Layer) -> float:

@@ -299,6 +299,7 @@ def get_config() -> ConfigDict:
     c.cluster.inference_nodes = 0  # 0 = the engines are on the trainer's
     c.cluster.gpus_per_node = 8  # devices of each process, where there are several
     c.cluster.trainer_layout = ""  # "TP4 PP3 CP2 DP1 EP8": 24 devices, EP lies in the others; "" = one
+    c.cluster.pipeline_rounds = 1  # blocks of layers a stage of PP; above 1 = circular: less waiting, weights move
     c.cluster.context_parallel = "gather"  # gather | ring: keys and values of a row are gathered over cp | go round it,
     #                                        so that a device has those of its own tokens and as many under way
     c.cluster.engines = 0  # 0 = as engine.kind and inference.count say

@@ -132,9 +132,10 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
     text, learner = config.cluster.trainer_layout, config.learner
     try:
         layout = parse_layout(text) if text else Layout()
+        rounds = config.cluster.pipeline_rounds
+        check(layout, sizes_of(arch, learner.row_tokens, learner.micro_batch_rows, rounds))
         if layout.devices == 1 and jax.process_count() == 1:
             return None
-        check(layout, sizes_of(arch, learner.row_tokens, learner.micro_batch_rows))
         mesh = make_mesh(layout)
         if jax.process_count() > 1 and layout.devices != jax.device_count():
             raise LayoutError(
@@ -153,7 +154,7 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
             f"config.cluster.context_parallel = 'ring': {layout} of config.cluster.trainer_layout leaves a row's "
             "tokens on one device; set it to 'gather', or CP to 2 or more"
         )
-    placement = Placement(mesh, layout, micro_batches(layout, learner.micro_batch_rows), ring=ring)
+    placement = Placement(mesh, layout, micro_batches(layout, learner.micro_batch_rows), rounds=rounds, ring=ring)
     return training(placement, trained_specs(config, arch), arch)
 
 

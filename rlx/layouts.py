@@ -26,14 +26,14 @@ from rlx.models.lora import adapter_specs
 from rlx.models.placed import place, sizes_of, training
 from rlx.models.spec import param_specs
 from rlx.models.transformer import prefix_sharing_unsupported_reason
-from rlx.parallel.layout import Layout, check
+from rlx.parallel.layout import Layout, check, micro_batches
 from rlx.parallel.mesh import Placement, make_mesh
 from rlx.planning import scoring
 from rlx.planning.case import case_of
 from rlx.types import TopK
 
 ROW_TOKENS = 64  # of a row of the batch, or the next multiple that context parallelism needs
-MICRO_BATCHES = 4  # of a pipeline
+MICRO_BATCHES = 4  # of a pipeline, at least
 SEED = 0
 
 
@@ -85,12 +85,13 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     Raises:
       LayoutError: where the model, or a batch, does not allow the layout.
     """
-    rows, tokens = batch_shape(layout)
-    check(layout, sizes_of(arch, tokens, rows))
+    rounds = config.cluster.pipeline_rounds
+    rows, tokens = batch_shape(layout, rounds)
+    check(layout, sizes_of(arch, tokens, rows, rounds))
     case = make_case(config, arch, rows, tokens, dtype)
     single = run(case, None)
     ring = config.cluster.context_parallel == "ring"
-    placement = Placement(make_mesh(layout), layout, MICRO_BATCHES if layout.pp > 1 else 1, ring=ring)
+    placement = Placement(make_mesh(layout), layout, micro_batches(layout, rows), rounds=rounds, ring=ring)
     spread = difference(layout, single, run(case, placement))
     if dtype == "float64":
         return spread, None
@@ -98,10 +99,12 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     return spread, difference(Layout(), exact, single)
 
 
-def batch_shape(layout: Layout) -> tuple[int, int]:
+def batch_shape(layout: Layout, rounds: int = 1) -> tuple[int, int]:
     """(rows, tokens a row) that the layout divides."""
     parts = 2 * layout.cp
-    return layout.dp * (MICRO_BATCHES if layout.pp > 1 else 2), -(-ROW_TOKENS // parts) * parts
+    group = layout.pp if rounds > 1 else 1  # goes round together
+    rows = -(-MICRO_BATCHES // group) * group if layout.pp > 1 else 2
+    return layout.dp * rows, -(-ROW_TOKENS // parts) * parts
 
 
 def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype: str) -> Case:

@@ -357,7 +357,7 @@ def batch_scalars(run: Run, samples: Sequence[Sample], packed: PackedBatch) -> d
         "batch/shared_fraction": packed.shared_fraction,
     }
     if placement is not None and placement.layout.pp > 1:
-        scalars["batch/bubble"] = bubble(placement.layout, placement.micro_batches)
+        scalars["batch/bubble"] = bubble(placement.layout, placement.micro_batches, placement.rounds)
     return scalars
 
 

@@ -50,9 +50,12 @@ ATTENTION_ALL = [
     if (kind, layout, rank, keys) not in ATTENTION
 ]
 
+CIRCULAR = [("k3", "PP2 CP2 TP2", 4), ("k3", "PP2 DP2", 0), ("hybrid", "PP2 CP2", 0), ("moe", "PP2 DP2 EP2", 4)]
 
-def recipe(kind: str, rank: int, *objective: str, keys: tuple[str, ...] = ()) -> Config:
+
+def recipe(kind: str, rank: int, *objective: str, rounds: int = 1, keys: tuple[str, ...] = ()) -> Config:
     words = ["verify-layout", f"--config=configs/tiny_{kind}.py", f"--config.lora.rank={rank}"]
+    words.append(f"--config.cluster.pipeline_rounds={rounds}")
     words += [f"--config.objective.{word}" for word in objective] + [f"--config.{key}" for key in keys]
     if any(word.startswith("distill.form") for word in objective):
         words += ["--config.frozen.signals=('nowhere',)", "--config.rollout.filter_no_signal=False"]
@@ -60,38 +63,37 @@ def recipe(kind: str, rank: int, *objective: str, keys: tuple[str, ...] = ()) ->
 
 
 def compared(
-    kind: str, layout: str, rank: int, dtype: str = "float64", keys: tuple[str, ...] = ()
+    kind: str, layout: str, rank: int, dtype: str = "float64", rounds: int = 1, keys: tuple[str, ...] = ()
 ) -> tuple[Comparison, Comparison | None]:
-    config = recipe(kind, rank, keys=keys)
+    config = recipe(kind, rank, rounds=rounds, keys=keys)
     if kind in ("dense", "hybrid"):  # no experts to spread
         layout = " ".join(word for word in layout.split() if not word.startswith("EP"))
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         return compare(config, read_config(config.model.path), parse_layout(layout), dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, layout, rank", OFTEN)
-def test_a_layout_computes_what_one_device_does(kind, layout, rank):
-    agree(kind, layout, rank)
-
-
-def agree(kind: str, layout: str, rank: int, keys: tuple[str, ...] = ()) -> None:
-    found, _ = compared(kind, layout, rank, keys=keys)
+def assert_same(found: Comparison, _: Comparison | None) -> None:
     assert found.loss_error <= LOSS_TOLERANCE
     assert found.worst.error <= GRADIENT_TOLERANCE, found.worst
     assert max(change.error for change in found.changes) <= UPDATE_TOLERANCE
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind, layout, rank", OFTEN)
+def test_a_layout_computes_what_one_device_does(kind, layout, rank):
+    assert_same(*compared(kind, layout, rank))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, layout, rank, keys", ATTENTION)
 def test_a_ring_and_blocks_of_scores_compute_what_one_device_does(kind, layout, rank, keys):
-    agree(kind, layout, rank, keys)
+    assert_same(*compared(kind, layout, rank, keys=keys))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind, layout, rank, keys", ATTENTION_ALL)
 def test_every_ring_computes_what_one_device_does(kind, layout, rank, keys):
-    agree(kind, layout, rank, keys)
+    assert_same(*compared(kind, layout, rank, keys=keys))
 
 
 @pytest.mark.slow
@@ -114,7 +116,19 @@ def test_layouts_are_compared_with_what_frozen_policies_say(words):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind, layout, rank", ALL)
 def test_every_layout_computes_what_one_device_does(kind, layout, rank):
-    agree(kind, layout, rank)
+    assert_same(*compared(kind, layout, rank))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, rank", [("PP2 DP2", 0), ("TP2 PP2 CP2", 4)])
+def test_a_circular_pipeline_computes_what_one_device_does(layout, rank):
+    assert_same(*compared("dense", layout, rank, rounds=2))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind, layout, rank", CIRCULAR)
+def test_every_circular_pipeline_computes_what_one_device_does(kind, layout, rank):
+    assert_same(*compared(kind, layout, rank, rounds=2))
 
 
 @pytest.mark.slow
@@ -153,6 +167,11 @@ def _check(kind: str, layout: str) -> None:
         ([], "--layout is missing"),
         (["--layout=TP2 XP2"], "'XP2' is none of TPn"),
         (["--layout=TP3"], "TP3 does not divide attention heads, 8; layouts of 3 devices that work: "),
+        (
+            ["--layout=DP2", "--config.cluster.pipeline_rounds=2"],
+            "pipeline_rounds = 2 without a pipeline, PP1: set it to 1",
+        ),
+        (["--layout=PP2", "--config.cluster.pipeline_rounds=3"], "6 blocks of 4 repeats of the layer pattern for PP2"),
         (["--layout=DP2", "--config.model.path=nowhere"], "config.model.path = 'nowhere'"),
     ],
 )

@@ -17,14 +17,15 @@ from rlx.config.flags import config_from_argv
 from rlx.distillation.frozen import Frozen
 from rlx.models.description import DeltaNet
 from rlx.models.hf_config import read_config
-from rlx.models.spec import param_specs
+from rlx.models.spec import layer_specs, param_specs
+from rlx.parallel.layout import Layout, unsupported_reason
 from rlx.planning import engine, scoring
-from rlx.planning.case import Case, case_of, numbers_here
+from rlx.planning.case import Case, case_of, dealt, groups, numbers_here
 from rlx.planning.costs import _shown, costs, flops_of_token
 from rlx.planning.estimate import memory
 from rlx.planning.hardware import DEVICES
 from rlx.planning.memory import held, temporaries
-from rlx.planning.search import changes
+from rlx.planning.search import changed, changes
 from rlx.proxy.signal import Part, Signal, write_signal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,6 +134,35 @@ def test_more_micro_batches_make_the_bubble_smaller_and_an_update_shorter():
     spent = [costs(each, DEVICES["H100"], held(each)) for each in (few, many)]
     assert [each.bubble for each in spent] == [3 / 7, 3 / 19]
     assert spent[1].seconds["bubble"] < spent[0].seconds["bubble"]
+
+
+def test_a_circular_pipeline_waits_less_and_moves_weights():
+    one, two = (case("tiny_dense.py", "PP2", f"--config.cluster.pipeline_rounds={v}", rows=4) for v in (1, 2))
+    spent = [costs(each, DEVICES["H100"], held(each)) for each in (one, two)]
+    assert [each.bubble for each in spent] == [1 / 5, 1 / 9]
+    assert spent[1].seconds["bubble"] / spent[0].seconds["bubble"] == pytest.approx(1 / 2)
+    # Of a micro-batch: a stream each way for each of 5 or 9 ticks and a sum, half of a stage's two layers' weights.
+    stream = 4 * case("tiny_dense.py", "PP2").tokens * 64 * one.itemsize
+    [group] = groups(two)
+    moved = dealt(two, group)
+    batches = spent[0].micro_batches
+    assert spent[0].sent["pp"] == pytest.approx(batches * (2 * 5 / 4 + 1) * stream)
+    assert spent[1].sent["pp"] == pytest.approx(batches * ((2 * 9 / 4 + 1) * stream + moved.sent))
+    assert temporaries(two).dealt == moved.copied
+    weights = 2 * numbers_here(layer_specs(two.arch, group[0].layer), two.arch, Layout()) * two.itemsize
+    adapter = moved.copied - weights  # its gradient goes the way back
+    assert 0 < adapter < weights
+    assert moved.sent == pytest.approx((weights + 2 * adapter) / 2)
+
+
+def test_changes_keep_to_what_a_circular_pipeline_can_be():
+    words = "--config.cluster.pipeline_rounds=2", "--config.learner.micro_batch_rows=8"
+    large = case("full_size.py:qwen3_8b", "TP2 PP4", *words, remat="none")
+    found = changes(large, DEVICES["H100"])
+    assert found
+    for change in found:
+        other = changed(large, change.keys)
+        assert unsupported_reason(other.layout, other.sizes) is None
 
 
 def test_changes_that_are_named_fit_and_a_plan_that_fits_has_none():

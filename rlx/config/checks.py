@@ -56,6 +56,7 @@ AT_LEAST_ONE = (
     "metrics.histograms_every",
     "metrics.samples_every",
     "cluster.gpus_per_node",
+    "cluster.pipeline_rounds",
 )
 NOT_NEGATIVE = (
     "run.seed",

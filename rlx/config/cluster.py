@@ -12,6 +12,7 @@ class ClusterConfig:
     inference_nodes: int
     gpus_per_node: int
     trainer_layout: str  # "TP4 PP3 CP2 DP1 EP8", "" = one device
+    pipeline_rounds: int  # blocks of layers that each stage holds
     context_parallel: Literal["gather", "ring"]  # of a row's keys and values over CP
     engines: int  # 0 = not planned: what inference.count or engine.kind say
     engine_layout: str  # of one engine, "TP16 EP16 DP2", "" = one GPU

@@ -25,10 +25,10 @@ from rlx.parallel.mesh import Partitions, Placement
 from rlx.parallel.rules import partition
 
 
-def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0) -> Divisible:
+def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0, rounds: int = 1) -> Divisible:
     """What a layout must divide. Sizes that differ between layers are their greatest common divisor.
 
-    row_tokens, rows: of a micro-batch, 0 = not known.
+    row_tokens, rows: of a micro-batch, 0 = not known. rounds: of a pipeline, 1 = blocks do not go round.
     """
     mixers, feeds = [layer.mixer for layer in arch.layers], [layer.mlp for layer in arch.layers]
     attending = [m for m in mixers if isinstance(m, Attention | LatentAttention)]
@@ -47,6 +47,7 @@ def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0) -> Divisibl
         recurrent_heads=math.gcd(*deltas) if deltas else 0,
         row_tokens=row_tokens,
         rows=rows,
+        rounds=rounds,
     )
 
 

@@ -38,7 +38,8 @@ from rlx.models.residual import Stream
 from rlx.models.rows import Rows, packed_rows
 from rlx.models.spec import layer_specs
 from rlx.models.weights import Weights, normalise
-from rlx.parallel import pipeline
+from rlx.parallel import blocks, pipeline
+from rlx.parallel.layout import rounds_of
 from rlx.parallel.mesh import Placement
 
 # x [rows, t, d] of one layer's mixer -> (y, what the caller wants kept); it decides what is attended to.
@@ -156,7 +157,8 @@ def forward_routed(
         repeats = len(group[0].numbers)
         piped = placement is not None and 1 < placement.layout.pp <= repeats
         scanned = piped or (not unrolled and repeats > 1)
-        step = _group_step(arch, group, adapter_scale, remat, placement, scanned=scanned)
+        circular = piped and placement is not None and rounds_of(repeats, placement.layout, placement.rounds) > 1
+        step = _group_step(arch, group, adapter_scale, remat, placement, scanned=scanned, circular=circular)
         xs = tuple(_slot_inputs(arch, slot, params, adapter or {}, routes) for slot in group)
         if piped and placement is not None:
             stream, made = _piped(placement, step, rows, stream, xs, repeats)
@@ -192,12 +194,13 @@ def _group_step(
     placement: Placement | None,
     *,
     scanned: bool,
+    circular: bool,
 ) -> Callable:
     """(rows, stream, inputs of the pattern's layers) -> (stream, their routings)."""
 
     def one(layer: Layer) -> Callable:
         def run(rows: Rows, stream: Stream, xs: tuple) -> tuple[Stream, Routing | None]:
-            params, adapter, number, replayed = xs
+            params, adapter, number, replayed = blocks.looked_up(xs)
             functions = kind(layer.mixer)
             mix = lambda inside, x: functions.forward(layer.mixer, arch, inside, x, rows)  # noqa: E731
             weights = Weights(params, adapter, scale)
@@ -206,7 +209,7 @@ def _group_step(
             return stream if placement is None else residual.placed(placement, stream), routing
 
         # Outside a loop the compiler would merge what is recomputed with what was computed.
-        return recomputed(run, remat, prevent_cse=not scanned)
+        return recomputed(run, remat, prevent_cse=not scanned, circular=circular)
 
     layers = [one(slot.layer) for slot in group]
 
@@ -252,12 +255,12 @@ def unstacked(layers: PyTree[Array], count: int) -> list[PyTree[Array]]:
     return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(count)]
 
 
-def recomputed(step: Callable, remat: Remat, *, prevent_cse: bool) -> Callable:
-    """`step`, a block, with what its backward pass recomputes."""
-    if remat == "none":
+def recomputed(step: Callable, remat: Remat, *, prevent_cse: bool, circular: bool = False) -> Callable:
+    """`step`, a block, with what its backward pass recomputes: in a circular pipeline at least which weights it has."""
+    if remat == "none" and not circular:
         return step
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT) if remat == "products" else None
-    return jax.checkpoint(step, policy=policy, prevent_cse=prevent_cse)
+    policies = {"none": blocks.all_but_weights, "products": jax.checkpoint_policies.save_only_these_names(KEPT)}
+    return jax.checkpoint(step, policy=policies.get(remat), prevent_cse=prevent_cse)
 
 
 def _in_order(routings: list[tuple[tuple[int, ...], Routing]]) -> Routing | None:

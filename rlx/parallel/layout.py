@@ -106,6 +106,7 @@ class Divisible:
       kv_heads: key-value heads; fewer than TP are held whole by every device of the axis.
       recurrent_heads: of linear attention, held whole where TP does not divide them.
       periods: repeats of the layer pattern that stages are made of; those that are missing for whole stages are padded.
+      rounds: blocks of layers that each stage of a pipeline is to hold, which is no size but must fit them too.
     """
 
     heads: int
@@ -117,6 +118,7 @@ class Divisible:
     recurrent_heads: int = 0
     row_tokens: int = 0
     rows: int = 0
+    rounds: int = 1
 
 
 def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
@@ -133,6 +135,8 @@ def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
         return f"EP{layout.ep} does not divide the {sizes.experts} experts of a layer"
     if layout.pp > sizes.periods:
         return f"PP{layout.pp} for {sizes.periods} repeats of the layer pattern: a stage would be empty"
+    if sizes.rounds > 1 and (reason := _circular_reason(layout, sizes)):
+        return reason
     # Zig-zag order gives every device an early and a late part.
     parts = 2 * layout.cp if layout.cp > 1 else 1
     if sizes.row_tokens % parts:
@@ -148,6 +152,25 @@ def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
     return None
 
 
+def _circular_reason(layout: Layout, sizes: Divisible) -> str | None:
+    asked, rounds = f"cluster.pipeline_rounds = {sizes.rounds}", sizes.rounds
+    if layout.pp == 1:
+        return f"{asked} without a pipeline, PP1: set it to 1"
+    if layout.pp * rounds > sizes.periods:
+        most = sizes.periods // layout.pp
+        return (
+            f"{asked} makes {layout.pp * rounds} blocks of {sizes.periods} repeats of the layer pattern for "
+            f"PP{layout.pp}: blocks would be empty; set it to {'1' if most == 1 else f'at most {most}'}"
+        )
+    if sizes.rows % (layout.dp * layout.pp):
+        parts = sizes.rows / layout.dp
+        return (
+            f"{asked}: {parts:g} rows of a micro-batch on each of DP{layout.dp} are not in groups of PP{layout.pp}, "
+            f"which go round together; learner.micro_batch_rows = {_up(sizes.rows, layout.dp * layout.pp)} would do"
+        )
+    return None
+
+
 def _up(number: int, factor: int) -> int:
     """The next multiple."""
     return -(-number // factor) * factor
@@ -158,9 +181,20 @@ def micro_batches(layout: Layout, rows: int) -> int:
     return max(rows // layout.dp, 1) if layout.pp > 1 else 1
 
 
-def bubble(layout: Layout, parts: int) -> float:
-    """Share of a pipeline's time that a stage waits: (S - 1) / (M + S - 1), arXiv 1811.06965."""
-    return (layout.pp - 1) / (parts + layout.pp - 1)
+def rounds_of(repeats: int, layout: Layout, rounds: int) -> int:
+    """Blocks that a stage holds of a group of layers: as many as asked for where all blocks get a repeat, else 1."""
+    return rounds if repeats >= layout.pp * rounds else 1
+
+
+def ticks(layout: Layout, parts: int, rounds: int = 1) -> int:
+    """Steps of a pipeline, in each of which a stage does one of v blocks for one of M micro-batches: v M + S - 1."""
+    return rounds * parts + layout.pp - 1
+
+
+def bubble(layout: Layout, parts: int, rounds: int = 1) -> float:
+    """Share of a pipeline's time that a stage waits: (S - 1) / (v M + S - 1), arXiv 1811.06965 with one block a stage,
+    arXiv 2104.04473, section 2.2, with v of them."""
+    return (layout.pp - 1) / ticks(layout, parts, rounds)
 
 
 def check(layout: Layout, sizes: Divisible) -> None:

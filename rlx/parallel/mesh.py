@@ -60,6 +60,7 @@ class Placement:
       micro_batches: parts that the rows of one call are cut into for the pipeline; 1 where there is none.
       expert_capacity: rows that a device may send to each other one, of all that it could (tokens x top k); 1 drops
         none.
+      rounds: blocks of layers that each stage of the pipeline holds; above 1 its schedule is circular.
       ring: attention passes keys and values round over cp in place of gathering them.
       trained: where the trained parameters lie; their gradients are added up there, each device its own part. None
         leaves that to the compiler.
@@ -69,6 +70,7 @@ class Placement:
     layout: Layout
     micro_batches: int = 1
     expert_capacity: float = 1.0
+    rounds: int = 1
     ring: bool = False
     trained: Partitions | None = None
 

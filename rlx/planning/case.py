@@ -20,7 +20,8 @@ from rlx.models.lora import adapter_specs
 from rlx.models.placed import partitions, sizes_of
 from rlx.models.spec import layer_specs, param_specs
 from rlx.models.transformer import Remat
-from rlx.parallel.layout import Layout, check, micro_batches, parse_layout
+from rlx.parallel.blocks import dealt_share
+from rlx.parallel.layout import Divisible, Layout, check, micro_batches, parse_layout, rounds_of
 from rlx.parallel.rules import axes_of
 
 
@@ -43,6 +44,11 @@ class Case:
         return micro_batches(self.layout, self.rows)
 
     @property
+    def rounds(self) -> int:
+        """Blocks of layers that each stage of a pipeline holds."""
+        return self.config.cluster.pipeline_rounds
+
+    @property
     def itemsize(self) -> int:
         return jnp.dtype(self.config.model.dtype).itemsize
 
@@ -57,6 +63,11 @@ class Case:
         return self.tokens / self.layout.cp
 
     @property
+    def sizes(self) -> Divisible:
+        """What its layout must divide."""
+        return sizes_of(self.arch, self.tokens, self.rows, self.rounds)
+
+    @property
     def ring(self) -> bool:
         """Do keys and values go round over cp?"""
         return self.layout.cp > 1 and self.config.cluster.context_parallel == "ring"
@@ -69,7 +80,7 @@ class Case:
 
     def checked(self) -> Case:
         """Itself. Raises LayoutError where model or batch do not allow the layout, with the nearest that they do."""
-        check(self.layout, sizes_of(self.arch, self.tokens, self.rows))
+        check(self.layout, self.sizes)
         return self
 
 
@@ -133,10 +144,37 @@ def piped(case: Case, group: tuple[Slot, ...]) -> bool:
     return 1 < case.layout.pp <= len(group[0].numbers)
 
 
+def group_rounds(case: Case, group: tuple[Slot, ...]) -> int:
+    """Blocks of it that a stage holds."""
+    return rounds_of(len(group[0].numbers), case.layout, case.rounds) if piped(case, group) else 1
+
+
 def repeats_here(case: Case, group: tuple[Slot, ...]) -> int:
     """Repeats of a group's pattern that one device computes, padding of its stage included."""
-    repeats = len(group[0].numbers)
-    return -(-repeats // case.layout.pp) if piped(case, group) else repeats
+    repeats, rounds = len(group[0].numbers), group_rounds(case, group)
+    return rounds * -(-repeats // (rounds * case.layout.pp)) if piped(case, group) else repeats
+
+
+class Dealt(NamedTuple):
+    """Of the blocks that stages hold of a group of layers, on one device in a call of the program."""
+
+    copied: float  # bytes of weights and adapter, put into the order of the schedule
+    sent: float  # bytes of weights to other stages, and of the trained ones' gradients back
+
+
+def dealt(case: Case, group: tuple[Slot, ...]) -> Dealt:
+    """Nothing where a stage has one block of neighbouring layers."""
+    stages, rounds, repeats = case.layout.pp, group_rounds(case, group), len(group[0].numbers)
+    if rounds == 1:
+        return Dealt(0.0, 0.0)
+    share = dealt_share(stages, rounds) if repeats % stages == 0 else (stages - 1) / stages
+    weights, adapter = (
+        sum(numbers_here(specs.get(slot.name, {}), case.arch, case.layout) for slot in group)
+        for specs in (param_specs(case.arch)["layers"], trained(case) if case.config.lora.rank else {})
+    )
+    copied = weights * case.itemsize + adapter * jnp.dtype(jnp.float32).itemsize
+    back = copied - weights * case.itemsize if case.config.lora.rank else copied
+    return Dealt(copied, share * (copied + back))
 
 
 def groups(case: Case) -> list[tuple[Slot, ...]]:

@@ -23,9 +23,9 @@ from rlx.models.description import (
     Layer,
     Mixer,
 )
-from rlx.parallel.layout import AXES, bubble
+from rlx.parallel.layout import AXES, bubble, ticks
 from rlx.planning import scoring
-from rlx.planning.case import Case, flat_specs, groups, numbers, piped, repeats_here
+from rlx.planning.case import Case, dealt, flat_specs, group_rounds, groups, numbers, piped, repeats_here
 from rlx.planning.hardware import Device
 from rlx.planning.memory import WIDE, Held, stream_bytes
 
@@ -65,7 +65,7 @@ def costs(case: Case, device: Device, stays: Held) -> Costs:
     tokens = float(sequences * (config.plan.sequence_tokens or case.tokens))
     batches = math.ceil(tokens / (case.rows * case.tokens))
     passes = _passes(case)
-    waits = bubble(layout, case.parts)
+    waits = bubble(layout, case.parts, case.rounds)
     sent = {name: size * batches for name, size in _sent(case, passes).items()}
     links = {name: _link(case, name) for name in sent}
     speed = {"nvlink": device.nvlink, "network": device.network}
@@ -204,10 +204,13 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
         for group, slot in layers
     )
     if layout.pp > 1:
-        ticks = case.parts + layout.pp - 1
         handed = rows / case.parts * stream_bytes(case)
         last = 2 * of(layout.pp) * rows * stream_bytes(case)
-        sent["pp"] = sum(2 * ticks * handed + last for group in groups(case) if piped(case, group))
+        sent["pp"] = sum(
+            2 * ticks(layout, case.parts, group_rounds(case, group)) * handed + last + dealt(case, group).sent
+            for group in groups(case)
+            if piped(case, group)
+        )
     if layout.dp > 1:
         weights = _cut_over_dp(case)
         sent["dp"] = (layout.dp - 1) * weights * forwards + (layout.dp - 1) * weights + 2 * of(layout.dp) * own

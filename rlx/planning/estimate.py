@@ -26,6 +26,7 @@ WEIGHTS = Temporaries(
     gradients=1.0,
     gathered=1.4,
     cast=1.0,
+    dealt=1.0,
 )
 
 
@@ -60,7 +61,7 @@ def memory(case: Case, *, accelerator: bool = True, engine: int = 0, served: int
         activations=int(made.kept + made.layer + made.scores + made.recurrent),
         kv_and_state=engine,
         logits=int(made.logits + made.head),
-        buffers=int(made.exchange + made.gathered + made.cast) + stays.batch + served,
+        buffers=int(made.exchange + made.gathered + made.cast + made.dealt) + stays.batch + served,
     )
 
 

@@ -22,9 +22,20 @@ from rlx.models.description import (
     Layer,
 )
 from rlx.models.spec import layer_specs
-from rlx.parallel.layout import Layout
+from rlx.parallel.layout import Layout, ticks
 from rlx.planning import scoring
-from rlx.planning.case import Case, batch_shapes, flat_specs, groups, numbers, numbers_here, piped, repeats_here
+from rlx.planning.case import (
+    Case,
+    batch_shapes,
+    dealt,
+    flat_specs,
+    group_rounds,
+    groups,
+    numbers,
+    numbers_here,
+    piped,
+    repeats_here,
+)
 
 WIDE = 4  # bytes of a float32
 
@@ -72,6 +83,7 @@ class Temporaries(NamedTuple):
     gradients: float  # of this micro-batch
     gathered: float  # weights that are cut over dp at rest, of the layers of one loop
     cast: float  # weights trained in float32, in the model's dtype
+    dealt: float  # weights in the order of a circular pipeline's blocks
 
 
 def temporaries(case: Case, accelerator: bool = True) -> Temporaries:
@@ -89,6 +101,7 @@ def temporaries(case: Case, accelerator: bool = True) -> Temporaries:
         gradients=own * WIDE,
         gathered=_gathered(case),
         cast=base * case.itemsize if whole and case.itemsize < WIDE else 0,
+        dealt=sum(dealt(case, group).copied for group in groups(case)),
     )
 
 
@@ -108,8 +121,9 @@ def kept_bytes(case: Case) -> float:
     total = 0.0
     for group in groups(case):
         each = sum(_kept(case, slot.layer) for slot in group) * _tokens(case)
-        ticks = case.parts + case.layout.pp - 1 if piped(case, group) else case.parts
-        total += each * repeats_here(case, group) * ticks
+        rounds = group_rounds(case, group)
+        times = ticks(case.layout, case.parts, rounds) if piped(case, group) else case.parts
+        total += each * repeats_here(case, group) / rounds * times
     return total
 
 

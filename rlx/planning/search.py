@@ -87,7 +87,7 @@ def _set(section: Any, names: list[str], value: Any) -> Any:
 def _change(case: Case, keys: Keys, device: Device) -> Change | None:
     """None where it does not fit, or where the recipe's checks or the layout's refuse it."""
     other = changed(case, keys)
-    if unsupported_reason(other.layout, sizes_of(other.arch, other.tokens, other.rows)) is not None:
+    if unsupported_reason(other.layout, other.sizes) is not None:
         return None
     if other.layout.pp > 1 and other.config.model.replay_routes:
         return None
@@ -121,6 +121,7 @@ def _said(case: Case, other: Case, keys: Keys) -> str:
 def _single(case: Case) -> Iterator[Iterator[Keys]]:
     """One key of the recipe, with those that are tied to it; the first that fits is enough."""
     yield _remat(case)
+    yield _rounds(case)
     yield _rows(case)
     yield _slots(case)
     yield _contexts(case)
@@ -137,6 +138,12 @@ def _many(case: Case) -> Iterator[Iterator[Keys]]:
 def _remat(case: Case) -> Iterator[Keys]:
     if case.remat != "layer":
         yield {"model.remat": "layer"}
+
+
+def _rounds(case: Case) -> Iterator[Keys]:
+    """No second copy of a stage's weights."""
+    if case.rounds > 1:
+        yield {"cluster.pipeline_rounds": 1}
 
 
 def _rows(case: Case) -> Iterator[Keys]:
@@ -217,12 +224,20 @@ def _layouts(case: Case) -> Iterator[Keys]:
 
 def _laid_out(case: Case, layout: Layout) -> Keys:
     keys: Keys = {"cluster.trainer_layout": str(layout)}
-    if layout.dp > case.rows:
-        keys["learner.micro_batch_rows"] = layout.dp
+    rounds = case.rounds if layout.pp > 1 and layout.pp * case.rounds <= sizes_of(case.arch).periods else 1
+    if rounds != case.rounds:
+        keys["cluster.pipeline_rounds"] = rounds
+    if (least := _least_rows(layout, rounds)) > case.rows:
+        keys["learner.micro_batch_rows"] = least
     each, cluster = case.config.cluster.gpus_per_node, case.config.cluster
     if cluster.trainer_nodes > 1 and cluster.trainer_nodes * each == case.layout.devices != layout.devices:
         keys["cluster.trainer_nodes"] = layout.devices // each
     return keys
+
+
+def _least_rows(layout: Layout, rounds: int) -> int:
+    """Of a micro-batch."""
+    return layout.dp * (layout.pp if rounds > 1 else 1)
 
 
 def _several(case: Case) -> Iterator[Keys]:
@@ -235,8 +250,8 @@ def _several(case: Case) -> Iterator[Keys]:
 def _with_least(case: Case, keys: Keys) -> Iterator[Keys]:
     other = changed(case, keys)
     keys = keys | next(_remat(other), {})
-    if other.layout.dp < other.rows:
-        keys = keys | {"learner.micro_batch_rows": other.layout.dp}
+    if (least := _least_rows(other.layout, other.rounds)) < other.rows:
+        keys = keys | {"learner.micro_batch_rows": least}
     yield from _smaller(changed(case, keys), keys)
 
 

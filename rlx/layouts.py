@@ -35,6 +35,8 @@ from rlx.types import TopK
 ROW_TOKENS = 64  # of a row of the batch, or the next multiple that context parallelism needs
 MICRO_BATCHES = 4  # of a pipeline, at least
 SEED = 0
+# A program that runs once on little is compiled without optimizing its machine code: a third less to wait for.
+ONCE = {"xla_backend_optimization_level": 0}
 
 
 class TensorError(NamedTuple):
@@ -199,7 +201,7 @@ def run(case: Case, placement: Placement | None) -> Outcome:
         trainable = place(trainable, case.trainable_specs, case.config.arch, placement)
         frozen = place(frozen, case.frozen_specs, case.config.arch, placement)
     step = dataclasses.replace(case.config, placement=placement)
-    total: Total = jax.jit(partial(slice_gradient, step))(trainable, frozen, case.batch)
+    total: Total = jax.jit(partial(slice_gradient, step), compiler_options=ONCE)(trainable, frozen, case.batch)
     optimizer = make_optimizer(case.learner.learner)
     version, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
     before = _numpy(trainable)

@@ -72,7 +72,8 @@ def forward(
     replayed: expert choices to use in place of the router's own, where they are not negative; their weights are the
       router's all the same, so that its gradient is that of the choices which were made.
     """
-    flat, seen = x.reshape(-1, x.shape[-1]), valid.reshape(-1)
+    # On a mesh rows and tokens stay apart: over dp and cp at once they are no axis that could be cut.
+    flat, seen = (x.reshape(-1, x.shape[-1]), valid.reshape(-1)) if placement is None else (x, valid)
     logits = wide(flat) @ wide(weights.params["router"]["kernel"])
     bias = weights.params["router_bias"] if experts.router.bias else None
     scores = route_scores(experts.router, logits)
@@ -85,7 +86,7 @@ def forward(
     if experts.shared_width:
         shared = mlp.forward(Mlp(experts.shared_width, experts.situ), weights.sub("shared"), flat)
         y = y + (shared * jax.nn.sigmoid(project(weights, "shared_gate", flat)) if experts.shared_gated else shared)
-    by_token = lambda out: out.reshape(*x.shape[:2], *out.shape[1:])  # noqa: E731
+    by_token = lambda out: out.reshape(*x.shape[:2], *out.shape[seen.ndim :])  # noqa: E731
     load, balance, z = statistics(experts, logits, scores, choices, seen)
     return y.reshape(x.shape), Routing(
         choices=by_token(choices),
@@ -98,13 +99,13 @@ def forward(
     )
 
 
-def route_scores(router: Router, logits: Float[Array, "t experts"]) -> Float[Array, "t experts"]:
+def route_scores(router: Router, logits: Float[Array, "*t experts"]) -> Float[Array, "*t experts"]:
     return jax.nn.softmax(logits, axis=-1) if router.scoring == "softmax" else jax.nn.sigmoid(logits)
 
 
 def choose(
-    experts: Experts, scores: Float[Array, "t experts"], bias: Float[Array, " experts"] | None
-) -> tuple[Int[Array, "t k"], Float[Array, " t"]]:
+    experts: Experts, scores: Float[Array, "*t experts"], bias: Float[Array, " experts"] | None
+) -> tuple[Int[Array, "*t k"], Float[Array, "*t"]]:
     """(The top k experts by score and bias, what the last of them is ahead by).
 
     With groups they are of the groups whose two best add up to most (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
@@ -112,17 +113,19 @@ def choose(
     ranked = jax.lax.stop_gradient(scores if bias is None else scores + wide(bias))
     router = experts.router
     if router.groups > 1:
-        by_group = ranked.reshape(len(ranked), router.groups, -1)
+        by_group = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
         best = jax.lax.top_k(by_group, 2)[0].sum(axis=-1)
-        kept = jax.nn.one_hot(jax.lax.top_k(best, router.top_groups)[1], router.groups, dtype=bool).any(axis=1)
-        ranked = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
+        kept = jax.nn.one_hot(jax.lax.top_k(best, router.top_groups)[1], router.groups, dtype=bool).any(axis=-2)
+        ranked = jnp.where(kept[..., None], by_group, -jnp.inf).reshape(ranked.shape)
     best, choices = jax.lax.top_k(ranked, min(experts.top_k + 1, experts.count))
-    margin = best[:, experts.top_k - 1] - best[:, -1] if experts.top_k < experts.count else jnp.inf * best[:, 0]
-    return choices[:, : experts.top_k].astype(jnp.int32), margin
+    margin = best[..., experts.top_k - 1] - best[..., -1] if experts.top_k < experts.count else jnp.inf * best[..., 0]
+    return choices[..., : experts.top_k].astype(jnp.int32), margin
 
 
-def route_weights(router: Router, scores: Float[Array, "t experts"], choices: Int[Array, "t k"]) -> Float[Array, "t k"]:
-    gains = jnp.take_along_axis(scores, choices, axis=1)
+def route_weights(
+    router: Router, scores: Float[Array, "*t experts"], choices: Int[Array, "*t k"]
+) -> Float[Array, "*t k"]:
+    gains = jnp.take_along_axis(scores, choices, axis=-1)
     if router.normalise:
         gains = gains / (gains.sum(axis=-1, keepdims=True) + (1e-20 if router.scoring == "sigmoid" else 0.0))
     return gains * router.scale
@@ -133,10 +136,11 @@ def statistics(
 ) -> tuple[Array, Array, Array]:
     """(load, balancing loss, z loss): N Σ_e f_e P_e of Switch Transformers (arXiv 2101.03961, eq. 4-6) with f the share
     of choices and P the mean normalised score; the mean squared logsumexp of ST-MoE (arXiv 2202.08906, eq. 5)."""
-    load = jnp.zeros(experts.count).at[choices].add(seen[:, None].astype(jnp.float32))
+    load = jnp.zeros(experts.count).at[choices].add(seen[..., None].astype(jnp.float32))
     tokens = jnp.maximum(seen.sum(), 1)
     share = load / (tokens * experts.top_k)
-    probability = jnp.where(seen[:, None], scores / scores.sum(axis=-1, keepdims=True), 0).sum(axis=0) / tokens
+    normed = jnp.where(seen[..., None], scores / scores.sum(axis=-1, keepdims=True), 0)
+    probability = normed.reshape(-1, experts.count).sum(axis=0) / tokens
     z = jnp.where(seen, jax.nn.logsumexp(logits, axis=-1) ** 2, 0).sum() / tokens
     return load, experts.count * (share * probability).sum(), z
 
@@ -145,16 +149,16 @@ def _routed(
     experts: Experts,
     arch: Architecture,
     weights: Weights,
-    x: Float[Array, "t d"],
-    choices: Int[Array, "t k"],
-    gains: Float[Array, "t k"],
-    seen: Bool[Array, " t"],
+    x: Float[Array, "*t d"],
+    choices: Int[Array, "*t k"],
+    gains: Float[Array, "*t k"],
+    seen: Bool[Array, "*t"],
     placement: Placement | None,
-) -> tuple[Float[Array, "t d"], Int[Array, ""]]:
+) -> tuple[Float[Array, "*t d"], Int[Array, ""]]:
     """(the experts' weighted sum, choices dropped)."""
     inner = project(weights, "routed_expert_down_proj", x) if experts.latent else x
-    wanted, inside = jnp.where(seen[:, None], choices, experts.count), weights.sub("experts")
-    if placement is not None and placement.layout.ep > 1:
+    wanted, inside = jnp.where(seen[..., None], choices, experts.count), weights.sub("experts")
+    if placement is not None:
         y, dropped = _exchanged(experts, inside, inner, wanted, gains, placement)
     else:
         through = partial(_through, experts, inside)
@@ -177,12 +181,12 @@ def _through(
 def _exchanged(
     experts: Experts,
     weights: Weights,
-    x: Float[Array, "t d"],
-    wanted: Int[Array, "t k"],
-    gains: Float[Array, "t k"],
+    x: Float[Array, "rows t d"],
+    wanted: Int[Array, "rows t k"],
+    gains: Float[Array, "rows t k"],
     placement: Placement,
-) -> tuple[Float[Array, "t d"], Int[Array, ""]]:
-    """`_routed` with experts over devices."""
+) -> tuple[Float[Array, "rows t d"], Int[Array, ""]]:
+    """`_routed` of tokens, and experts, over devices."""
     trees = (weights.params, weights.adapter)
     axes = placement.layout.expert_axes
     # What leads with the experts has three axes; the outer factors of an adapter that all experts share have two.

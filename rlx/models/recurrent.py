@@ -55,10 +55,10 @@ def empty(heads: Heads, conv_width: int, rows: int) -> States:
 def over_rows(
     heads: Heads, conv: Float[Array, "channels width"], given: Projected, rows: Rows
 ) -> tuple[Float[Array, "rows t heads value_dim"], States | None]:
-    """Packed rows, each segment from empty states. The output is float32. Where devices share the tokens of a row no
-    states are returned: nothing goes on from there."""
+    """Packed rows, each segment from empty states. The output is float32. Where devices share the work no states are
+    returned: nothing goes on from there."""
     segment_ids, placement = rows.segment_ids, rows.placement
-    if placement is not None and placement.layout.cp > 1:
+    if placement is not None:
         mixed = sharded_convolution(placement, given.qkv, conv, segment_ids)
         return sharded_delta_rule(placement, *_heads(heads, mixed), given.decay, given.beta, segment_ids), None
     mixed, conv_state = causal_convolution(given.qkv, conv, segment_ids=segment_ids)

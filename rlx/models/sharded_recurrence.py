@@ -1,9 +1,13 @@
-"""The gated delta rule and its convolution where a row's tokens lie over cp: rank r holds part r of CP, in order.
+"""The gated delta rule and its convolution on a mesh: rows over dp, heads over tp, and a row's tokens over cp, of which
+rank r holds part r of CP, in order.
 
-The convolution reads the last inputs of the rank before. The rule's state after a part is linear in the one before
-it, S -> A S + B, and so are its outputs. Every rank finds A and B of its own part at once, by one run of the rule from
-[0, I] over values [v, 0]; they are gathered (a state each, whatever the row's length), and give every rank the state
-that its part begins with. Where a part begins with a new segment that is 0.
+Written by hand also where a row is whole: the rule's blocks of blocks have axes that XLA's partitioner cuts in one way
+here and in another there, and it moves them between every two products.
+
+Over cp the convolution reads the last inputs of the rank before. The rule's state after a part is linear in the one
+before it, S -> A S + B, and so are its outputs. Every rank finds A and B of its own part at once, by one run of the
+rule from [0, I] over values [v, 0]; they are gathered (a state each, whatever the row's length), and give every rank
+the state that its part begins with. Where a part begins with a new segment that is 0.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ def sharded_convolution(
       ValueError: where a rank has fewer tokens of a row than the filter looks back.
     """
     layout, before = placement.layout, weight.shape[1] - 1
-    if x.shape[1] // layout.cp < before:
+    if layout.cp > 1 and x.shape[1] // layout.cp < before:
         raise ValueError(
             f"CP{layout.cp} leaves a device {x.shape[1] // layout.cp} tokens of a row, and a convolution reads {before}"
         )
@@ -42,6 +46,8 @@ def sharded_convolution(
     ahead = [(rank, rank + 1) for rank in range(layout.cp - 1)]
 
     def local(x: Array, weight: Array, ids: Array) -> Array:
+        if layout.cp == 1:
+            return causal_convolution(x, weight, segment_ids=ids).output
         # The first rank gets zeros, ids of padding.
         x_before, ids_before = (jax.lax.ppermute(a[:, a.shape[1] - before :], "cp", ahead) for a in (x, ids))
         whole, ids = jnp.concatenate([x_before, x], axis=1), jnp.concatenate([ids_before, ids], axis=1)
@@ -73,6 +79,8 @@ def sharded_delta_rule(
 def _local_rule(
     ranks: int, query: Array, key: Array, value: Array, decay: Array, beta: Array, ids: Array
 ) -> Float[Array, "rows t heads v"]:
+    if ranks == 1:
+        return delta_rule(query, key, value, decay, beta, segment_ids=ids).output
     width, keys = value.shape[-1], query.shape[-1]
     nothing = jnp.zeros((*value.shape[:-1], keys), value.dtype)
     shape = (value.shape[0], value.shape[2], keys)

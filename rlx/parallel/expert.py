@@ -25,7 +25,7 @@ from rlx.parallel.rules import axes_of
 
 # (local experts' parameters, rows sorted by expert, rows of each local expert) -> rows
 Compute = Callable[[PyTree[Array], Array, Array], Array]
-# Tokens are cut over all axes but the stages', each of which has its own layers.
+# Tokens are cut over all axes but the stages', each of which has its own layers: rows over dp, a row's over the rest.
 TOKENS = tuple(axis for axis in AXES if axis != "pp")
 
 
@@ -47,11 +47,11 @@ def run(
     compute: Compute,
     parameters: PyTree[Array],
     partitions: PyTree[PartitionSpec],
-    x: Float[Array, "n d"],
-    choices: Int[Array, "n k"],
-    gains: Float[Array, "n k"],
+    x: Float[Array, "rows t d"],
+    choices: Int[Array, "rows t k"],
+    gains: Float[Array, "rows t k"],
     count: int,
-) -> tuple[Float[Array, "n d"], Int[Array, ""]]:
+) -> tuple[Float[Array, "rows t d"], Int[Array, ""]]:
     """(Σ_k gain · expert(x), wishes that were dropped) of tokens over all devices but those of other stages.
 
     Args:
@@ -60,10 +60,10 @@ def run(
     """
     layout = placement.layout
     axes, devices = layout.expert_axes, layout.ep
-    padding = -len(x) % (layout.devices // layout.pp)
-    wanted = jnp.pad(choices, ((0, padding), (0, 0)), constant_values=count)
+    padding = -x.shape[1] % (layout.cp * layout.tp)
+    wanted = jnp.pad(choices, ((0, 0), (0, padding), (0, 0)), constant_values=count)
     local = partial(_local, compute, axes, devices, count, placement.expert_capacity)
-    cut = PartitionSpec(TOKENS)
+    cut = PartitionSpec("dp", ("cp", "tp"))
     # Not tracked: jax would name a pipeline's axis, that of the `shard_map` around this one, twice.
     mesh = None if placement.inside else placement.mesh
     over_devices = partial(jax.shard_map, mesh=mesh, axis_names=set(TOKENS), check_vma=False)
@@ -85,9 +85,9 @@ def run(
     # derives from a `shard_map` in a `shard_map`.
     exchanged = jax.custom_vjp(forward)
     exchanged.defvjp(lambda *given: (forward(*given), given), backward)
-    pad = lambda a: jnp.pad(a, ((0, padding), (0, 0)))  # noqa: E731
+    pad = lambda a: jnp.pad(a, ((0, 0), (0, padding), (0, 0)))  # noqa: E731
     y, dropped = exchanged(parameters, pad(x), pad(gains), wanted)
-    return y[: len(x)], dropped
+    return y[:, : x.shape[1]], dropped
 
 
 def _summed(tree: PyTree[Array], partitions: PyTree[PartitionSpec]) -> PyTree[Array]:
@@ -111,8 +111,29 @@ def _local(
     gains: Array,
     choices: Array,
 ) -> tuple[Array, Array]:
-    """One device's part: [n, d] of its own tokens."""
+    """One device's part: [rows, t, d] of its own tokens."""
+    y, dropped = _of_tokens(
+        compute, axes, devices, count, share, parameters, *(a.reshape(-1, a.shape[-1]) for a in (x, gains, choices))
+    )
+    return y.reshape(*x.shape[:2], -1), jax.lax.psum(dropped, TOKENS)
+
+
+def _of_tokens(
+    compute: Compute,
+    axes: tuple[str, ...],
+    devices: int,
+    count: int,
+    share: float,
+    parameters: PyTree[Array],
+    x: Float[Array, "n d"],
+    gains: Float[Array, "n k"],
+    choices: Int[Array, "n k"],
+) -> tuple[Float[Array, "n d"], Int[Array, ""]]:
+    """One device's, on its own."""
     n, top_k = choices.shape
+    if devices == 1:  # which has them all
+        made = by_expert(partial(compute, parameters), x, choices.reshape(-1), count, copies=top_k)
+        return _weighted(made, gains), jnp.int32(0)
     mine = count // devices  # experts
     block = capacity(n * top_k, devices, n, top_k, mine, share)
     wishes = choices.reshape(-1)
@@ -123,10 +144,12 @@ def _local(
     got, wanted = _exchange(rows, axes), _exchange(expert, axes)
     made = by_expert(partial(compute, parameters), got.reshape(-1, x.shape[1]), wanted.reshape(-1), mine)
     back = _exchange(made.reshape(rows.shape), axes)
-    taken = back.at[sent.device, sent.place].get(mode="fill", fill_value=0).reshape(n, top_k, -1)
-    y = (taken * gains[..., None].astype(taken.dtype)).sum(axis=1)
-    dropped = ((wishes < count) & (sent.device == devices)).sum()
-    return y, jax.lax.psum(dropped, TOKENS)
+    taken = back.at[sent.device, sent.place].get(mode="fill", fill_value=0)
+    return _weighted(taken, gains), ((wishes < count) & (sent.device == devices)).sum()
+
+
+def _weighted(taken: Float[Array, "m d"], gains: Float[Array, "n k"]) -> Float[Array, "n d"]:
+    return (taken.reshape(*gains.shape, -1) * gains[..., None].astype(taken.dtype)).sum(axis=1)
 
 
 def _places(device: Int[Array, " m"], devices: int, block: int) -> Sent:

@@ -35,7 +35,7 @@ def compared(ours, plain, arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout, channels", [("CP4", False), ("TP2 CP2 DP2", True)])
+@pytest.mark.parametrize("layout, channels", [("CP4", False), ("TP2 CP2 DP2", True), ("TP2 DP2", True)])
 def test_a_rule_over_ranks(layout, channels):
     random = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -50,7 +50,7 @@ def test_a_rule_over_ranks(layout, channels):
         assert max(compared(ours, plain, (query, key, value, decay, beta))) < 1e-12
 
 
-@pytest.mark.parametrize("layout", ["CP4", "TP2 CP2 DP2"])
+@pytest.mark.parametrize("layout", ["CP4", "TP2 CP2 DP2", "TP2 DP2"])
 def test_a_convolution_over_ranks(layout):
     random = np.random.default_rng(0)
     with jax.enable_x64(True):

@@ -47,15 +47,15 @@ FIT: tuple[tuple[str, int, Remat, str], ...] = (
 )
 
 
-def case(kind: str, rank: int, remat: Remat, layout: str) -> Case:
+def case(kind: str, rank: int, remat: Remat, layout: str, tokens: int = TOKENS, keys: tuple[str, ...] = ()) -> Case:
     """A tiny model of that kind with its pattern repeated so often that 8 stages have a layer each."""
-    words = ["plan", f"--config=configs/tiny_{kind}.py", f"--config.lora.rank={rank}"]
+    words = ["plan", f"--config=configs/tiny_{kind}.py", f"--config.lora.rank={rank}", *keys]
     config = config_from_argv(words, flags.FlagValues(), simulated=True)
     arch = read_config(config.model.path)
     groups = tuple(dataclasses.replace(g, repeats=REPEATS) if g.repeats > 1 else g for g in arch.groups)
     made = case_of(config, dataclasses.replace(arch, groups=groups))
     return dataclasses.replace(
-        made, layout=parse_layout(layout), remat=remat, rows=ROWS, tokens=TOKENS, targets=TOKENS
+        made, layout=parse_layout(layout), remat=remat, rows=ROWS, tokens=tokens, targets=tokens
     ).checked()
 
 
@@ -106,6 +106,8 @@ def main() -> None:
     parser.add_argument("--kind", default="dense")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--remat", default="layer", choices=("none", "products", "layer"))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a row; long ones attend by blocks")
+    parser.add_argument("--ring", action="store_true", help="keys and values go round over CP")
     parser.add_argument("--layouts", default=";".join(AXES), help="separated by ;")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -114,7 +116,9 @@ def main() -> None:
         fit([case(*each) for each in FIT])
     else:
         show = as_json if given.json else table
-        show([case(given.kind, given.rank, given.remat, layout) for layout in given.layouts.split(";")])
+        keys = ("--config.cluster.context_parallel=ring",) if given.ring else ()
+        layouts = given.layouts.split(";")
+        show([case(given.kind, given.rank, given.remat, layout, given.tokens, keys) for layout in layouts])
 
 
 if __name__ == "__main__":

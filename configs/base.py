@@ -54,7 +54,8 @@ def get_config() -> ConfigDict:
     c.model.scan_layers = "auto"  # on: a loop over the update's layers | off: all in one program, faster by a tenth and
     #                               compiled in proportion to their number; auto = off up to 8 layers
     c.model.attention_block = 0  # tokens: the update's attention scores exist for so many queries and keys at once, so
-    #                              that memory is linear in the row; 0 = whole rows up to 1,024 tokens, else 512
+    #                              that memory is linear in the row; 0 = whole rows up to 1,024 tokens, else 1,024; on
+    #                              a CPU up to 512, else 256
     c.model.balance_loss = 0.0  # mixtures of experts: coefficient of the loss that evens their load out, 0 in RL
     c.model.router_z_loss = 0.0  # mixtures of experts: coefficient of the loss that keeps router logits small, 0 in RL
     c.model.balance_packing = False  # mixtures of experts: rows ordered so that micro-batches spread over experts, by

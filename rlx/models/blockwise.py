@@ -19,9 +19,6 @@ from jaxtyping import Array, Float, Int
 from rlx.models.layers import Ids, visible, wide
 from rlx.models.packed_attention import differentiable, product, scores_of
 
-WHOLE = 1024  # tokens of the longest row whose scores are held whole, where no block is asked for
-BLOCK = 512  # tokens of a block of longer rows
-
 Running = tuple[Array, Array, Array]  # of a block of queries: largest score, mass and Σ weight · value so far
 
 
@@ -32,15 +29,27 @@ class Blocks(NamedTuple):
     window: int | None
 
 
-def block_size(asked: int, tokens: int, ranks: int = 1, *, always: bool = False) -> int:
+class Rule(NamedTuple):
+    """Where no block is asked for."""
+
+    whole: int  # tokens of the longest row whose scores are held whole
+    block: int  # tokens of a block of longer rows
+
+
+# On a CPU what is fastest (`bench/attention_rows.py`). An accelerator needs more work at once.
+CPU, ACCELERATOR = Rule(whole=512, block=256), Rule(whole=1024, block=1024)
+
+
+def block_size(asked: int, tokens: int, ranks: int = 1, *, always: bool = False, accelerator: bool = False) -> int:
     """Tokens of a block of rows of so many `tokens`, 0 = scores are held whole.
 
-    asked: tokens; 0 = by the row's length, whole up to WHOLE tokens, BLOCK above.
+    asked: tokens; 0 = by the row's length.
     ranks: devices that share a row. It is dealt out to them in 2 · ranks parts, none of which shares a block with
       another, so that what the causal order rules out is whole blocks.
     always: blocks even where a row is no longer than one.
     """
-    size = asked or (BLOCK if tokens > WHOLE else tokens)
+    rule = ACCELERATOR if accelerator else CPU
+    size = asked or (rule.block if tokens > rule.whole else tokens)
     if size >= tokens and not always:
         return 0
     part = max(tokens // (2 * ranks), 1) if ranks > 1 else tokens
@@ -56,6 +65,7 @@ def attend(
     keys: Ids,
 ) -> tuple[Float[Array, "rows t heads v"], Float[Array, "rows t heads 1"]]:
     """(O, L), both float32, or float64 where the inputs are; of any finite value where a query sees no key."""
+    query, queries, keys = _kept_inside(query, queries, keys)
     over_keys = _key_blocks(blocks, key, value, keys)
     cut = partial(_cut, blocks.size, key.shape[2])
 
@@ -104,6 +114,7 @@ def pull(
     d_out: Float[Array, "rows t heads v"],
 ) -> tuple[Float[Array, "rows t heads d"], Float[Array, "rows s kv_heads d"], Float[Array, "rows s kv_heads v"]]:
     """(dQ, dK, dV) as `attend` has its results, of keys that may be some of those that O and L are of."""
+    query, queries, keys = _kept_inside(query, queries, keys)
     d_out = seeing(queries, d_out)
     shared = (wide(d_out) * wide(out)).sum(-1, keepdims=True)
     over_keys = _key_blocks(blocks, key, value, keys)
@@ -180,6 +191,12 @@ def settled(queries: Ids, value: Array, made: tuple[Array, Array]) -> tuple[Arra
 def seeing(queries: Ids, x: Float[Array, "rows t heads d"]) -> Float[Array, "rows t heads d"]:
     """`x`, 0 of padding: every other token sees itself."""
     return jnp.where((queries.segments > 0)[:, :, None, None], x, 0)
+
+
+def _kept_inside(query: Array, queries: Ids, keys: Ids) -> tuple[Array, Ids, Ids]:
+    """The same. Of a scan over layers jax works out beforehand what no layer changes, and would keep every block's mask,
+    [t, t] of them, if these did not seem to depend on the layer."""
+    return jax.lax.optimization_barrier((query, queries, keys))
 
 
 def _key_blocks(blocks: Blocks, key: Array, value: Array, keys: Ids) -> tuple[Array, Array, Ids]:

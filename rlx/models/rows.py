@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
@@ -50,7 +51,8 @@ def packed_rows(
         ids = Ids(*(placement.rows(x) for x in ids))
     ring = placement is not None and placement.ring
     ranks = 1 if placement is None else placement.layout.cp
-    block = block_size(attention_block, positions.shape[1], ranks, always=ring)
+    on_cpu = jax.default_backend() == "cpu"
+    block = block_size(attention_block, positions.shape[1], ranks, always=ring, accelerator=not on_cpu)
     masks = () if block else tuple(visible(ids, ids, window) for window in arch.windows)
     if placement is not None:
         masks = tuple(placement.rows(mask) for mask in masks)

@@ -72,11 +72,10 @@ class Case:
         """Do keys and values go round over cp?"""
         return self.layout.cp > 1 and self.config.cluster.context_parallel == "ring"
 
-    @property
-    def attention_block(self) -> int:
+    def attention_block(self, accelerator: bool) -> int:
         """Tokens of a block of scores, 0 = those of a device are held whole."""
         asked = self.config.model.attention_block
-        return block_size(asked, self.tokens, self.layout.cp, always=self.ring)
+        return block_size(asked, self.tokens, self.layout.cp, always=self.ring, accelerator=accelerator)
 
     def checked(self) -> Case:
         """Itself. Raises LayoutError where model or batch do not allow the layout, with the nearest that they do."""

@@ -93,7 +93,7 @@ def temporaries(case: Case, accelerator: bool = True) -> Temporaries:
     return Temporaries(
         kept=kept_bytes(case),
         layer=max(_made(case, layer) for layer in layers) * _tokens(case),
-        scores=max(_scores(case, layer) for layer in layers),
+        scores=max(_scores(case, layer, accelerator) for layer in layers),
         exchange=max(_exchange(case, layer) for layer in layers),
         recurrent=max(_recurrent(case, layer) for layer in layers),
         logits=_tile(case, accelerator),
@@ -147,10 +147,10 @@ def _made(case: Case, layer: Layer) -> float:
     return total * case.itemsize
 
 
-def _scores(case: Case, layer: Layer) -> float:
+def _scores(case: Case, layer: Layer, accelerator: bool) -> float:
     if not isinstance(layer.mixer, Attention | LatentAttention):
         return 0.0
-    at_once = case.attention_block**2 or case.tokens_here * case.tokens
+    at_once = case.attention_block(accelerator) ** 2 or case.tokens_here * case.tokens
     return case.rows_here * layer.mixer.heads / case.layout.tp * at_once * WIDE
 
 

@@ -53,17 +53,18 @@ def prefill_case(arch: Architecture, params: Params, rows: int, bucket: int) -> 
 
 def decode_case(arch: Architecture, params: Params, slots: int, head: int, ends: tuple[int, int]) -> Case:
     """From half of the first stretch on, `steps` tokens in every slot."""
-    config = sampler.SamplerConfig(ends, head, steps=8, stop_ids=())
+    config = sampler.SamplerConfig(ends, head, steps=8)
     prompt = sampler.prefill(arch, params, jnp.ones((1, ends[0]), jnp.int32), jnp.full(1, ends[0] // 2, jnp.int32))
     zeros = jnp.zeros(slots, jnp.int32)
     admission = sampler.Admission(
         zeros, zeros, zeros + 10**6, jnp.arange(slots, dtype=jnp.uint32), jnp.ones(slots, jnp.float32)
     )
+    stops = jnp.asarray(sampler.stop_array(()))
     held = [sampler.init_slots(arch, config.ends, slots, params["embed"].dtype)]
 
     def run() -> None:
         held[0] = sampler.admit(arch, held[0], prompt, admission)
-        held[0], dispatch = sampler.decode(arch, config, 1, params, held[0], jnp.asarray(False))
+        held[0], dispatch = sampler.decode(arch, config, 1, params, held[0], jnp.asarray(False), stops)
         assert (np.asarray(dispatch.written) == config.steps).all()
 
     tokens = slots * config.steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ from rlx.parallel.layout import Layout, LayoutError, check, micro_batches, parse
 from rlx.parallel.mesh import Placement, make_mesh
 from rlx.rollout.collect import Sampling
 from rlx.rollout.local import LocalEngine
-from rlx.sessions.environments import openings
 from rlx.types import Task
 
 # Under model.scan_layers = "auto" the most layers that the update's program holds one after the other.
@@ -104,7 +103,7 @@ def load_params(config: Config, arch: Architecture, placement: Placement | None)
     """Those of `config.model`, on one device or on a mesh. Raises ValueError or OSError."""
     path, dtype = config.model.path, config.model.dtype
     if placement is None:
-        return jax.tree.map(jnp.asarray, hf.load_params(path, arch, dtype))
+        return jax.device_put(hf.load_params(path, arch, dtype))
     return load_sharded(path, arch, dtype, shardings(param_specs(arch), arch, placement))
 
 
@@ -320,11 +319,11 @@ def step_config(
     )
 
 
-def shapes(config: Config, model: Model) -> tuple[StepConfig, PackingConfig]:
+def shapes(config: Config, arch: Architecture, placement: Placement | None) -> tuple[StepConfig, PackingConfig]:
     """What an update of a run is compiled for."""
     samples = config.rollout.tasks_per_update * config.rollout.group_size
-    step = step_config(config, model.arch, samples, model.placement)
-    return step, packing_config(config, samples, head_size(config), replayed_routes(config, model.arch))
+    step = step_config(config, arch, samples, placement)
+    return step, packing_config(config, samples, head_size(config), replayed_routes(config, arch))
 
 
 def unrolled(config: Config, arch: Architecture) -> bool:
@@ -386,7 +385,7 @@ def batch_rows(packed: PackedBatch, first: int, last: int) -> BatchRows:
 def device_batch(packed: PackedBatch | BatchRows, placement: Placement | None = None) -> Batch:
     """The packed batch on the device, or on all of a mesh: rows over dp, each process giving its own devices theirs."""
     given = batch_rows(packed, 0, packed.tokens.shape[1]) if isinstance(packed, PackedBatch) else packed
-    put: Callable[[Any], Any] = jnp.asarray
+    put: Callable[[Any], Any] = jax.device_put  # `jnp.asarray` compiles a program for every shape
     if placement is not None:
         put = partial(placement.spread, first=given.first, rows=given.rows)
     counts: dict[str, Any] = {name: put(count) for name, count in given.counts.items()}

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from rlx.learner.state import LearnerState
 
@@ -40,6 +39,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int | None):
+        # Imported here: programs compile meanwhile.
+        from orbax.checkpoint import v1 as ocp
+
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         policies = ocp.training.preservation_policies
@@ -102,7 +104,8 @@ class Checkpoints:
         saved = json.loads(host["json"])
         _check_arrays(saved["arrays"], _describe(abstract), f"checkpoint {step} in {self.directory}")
         loaded = self._load(step, {"state": abstract})
-        return Restored(step, loaded["state"], saved["host"], host.get("flow", b""))
+        state = jax.tree.map(_bound_as, loaded["state"], abstract)
+        return Restored(step, state, saved["host"], host.get("flow", b""))
 
     def _load(self, step: int, parts: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -116,6 +119,12 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
+
+
+def _bound_as(loaded: jax.Array, like: Any) -> jax.Array:
+    """orbax binds every array to its devices; a program is compiled anew for one that was bound to none."""
+    free = isinstance(like, jax.Array) and not like.committed
+    return jax.device_put(np.asarray(loaded)) if free else loaded
 
 
 def _describe(state: LearnerState) -> dict[str, str]:

@@ -28,6 +28,7 @@ from rlx.envs.tasks import build_tasks
 from rlx.export import newest
 from rlx.metrics.rollout import PASS
 from rlx.parallel import runtime
+from rlx.prompt_checks import check_prompts
 from rlx.proxy.edge import EdgeOptions, Tally, classify, next_attempts, nothing_known
 from rlx.proxy.report import Report
 from rlx.proxy.split import SplitOptions, evidence, report, split, without_verdict
@@ -112,7 +113,7 @@ def find(config: Config, options: EdgeOptions, splitting: SplitOptions, *, check
     runtime.use_compilation_cache(config.run.compilation_cache)
     tasks = [task for part in build_tasks(config.tasks) for task in part]
     model = assemble.load_model(config)
-    assemble.check_prompts(config, model.tokenizer, tasks)
+    check_prompts(config, model.tokenizer, tasks)
     restored = newest(config, model) if checkpoint else None
     if checkpoint and restored is None:
         raise ValueError(f"{config.run.path} has no checkpoint; train first, or leave out --checkpoint")

@@ -24,6 +24,7 @@ from rlx.envs.tasks import build_tasks
 from rlx.evaluation import EvalResult, evaluate
 from rlx.export import check_run, newest
 from rlx.parallel import runtime
+from rlx.prompt_checks import check_prompts
 from rlx.sessions.environments import Environments
 
 
@@ -39,7 +40,7 @@ def evaluate_run(config: Config) -> tuple[int | None, EvalResult]:
     check_run(config)
     train_tasks, held_out = build_tasks(config.tasks)
     model = assemble.load_model(config)
-    assemble.check_prompts(config, model.tokenizer, held_out)
+    check_prompts(config, model.tokenizer, held_out)
     restored = newest(config, model, held_out)
     state = assemble.fresh_state(config, model) if restored is None else restored.state
     if restored is not None:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import optax
 
-from rlx import assemble, bridges
+from rlx import assemble, bridges, compiling
 from rlx.checkpoint import Checkpoints
 from rlx.config.schema import Config
-from rlx.data.packing import pack
 from rlx.export import policy_of
 from rlx.learner.state import LearnerState
 from rlx.learner.step import StepConfig, compile_update, update
@@ -72,7 +71,7 @@ def follow(config: Config, leader: Follower) -> int:
 def begin(config: Config) -> Own:
     """As `rlx.run.open_training` begins."""
     model, optimizer, state, checkpoints = learner_parts(config)
-    step, _ = assemble.shapes(config, model)
+    step, _ = assemble.shapes(config, model.arch, model.placement)
     staging = bridges.make_staging(config, model, config.run.path)
     return Own(config, model, optimizer, step, checkpoints, staging, state)
 
@@ -83,9 +82,9 @@ def _restore(own: Own, checkpoint: int | None) -> None:
         own.state = own.checkpoints.restore(own.state, checkpoint).state
     if not own.config.lora.rank:
         own.model = dataclasses.replace(own.model, params={})
-    _, packing = assemble.shapes(own.config, own.model)
-    (padding,) = assemble.device_batch(pack([], packing), own.model.placement)
-    compile_update(own.step, own.optimizer, own.state, own.model.params, padding)
+    _, packing = assemble.shapes(own.config, own.model.arch, own.model.placement)
+    empty = compiling.padding(packing, own.model.placement)
+    compile_update(own.step, own.optimizer, own.state, own.model.params, empty)
 
 
 def _update(own: Own, rows: assemble.BatchRows) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ import optax
 
 from rlx import assemble, bridges
 from rlx.checkpoint import Checkpoints, Restored
+from rlx.compiling import Compiler
 from rlx.config.identity import RUN, check_same
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig
-from rlx.data.packing import pack as pack_batch
 from rlx.data.pipeline import TaskStream, digest
 from rlx.distillation.frozen import Frozen, open_frozen
 from rlx.envs.graders import GraderPool, check_gold_answers
@@ -25,7 +25,7 @@ from rlx.envs.tasks import build_tasks
 from rlx.feed import Feed, Overlapped, Parts, Synchronous
 from rlx.interrupt import Preemption
 from rlx.learner.state import LearnerState, make_optimizer
-from rlx.learner.step import StepConfig, compile_update
+from rlx.learner.step import StepConfig
 from rlx.metrics.jsonl import read_json, read_jsonl, write_bytes
 from rlx.metrics.ledger import Ledger
 from rlx.metrics.rundir import Records, RunDirectory, RunDirectoryError, open_run
@@ -33,6 +33,7 @@ from rlx.metrics.timers import Timers
 from rlx.models.hf import read_architecture
 from rlx.parallel import runtime
 from rlx.processes import Peers
+from rlx.prompt_checks import check_prompts
 from rlx.recorder import Recorder
 from rlx.rollout.records import pack, unpack
 from rlx.serving import Place, Serving, open_serving, started_servers
@@ -275,7 +276,7 @@ def scored_shapes(
     config: Config, model: assemble.Model, stack: contextlib.ExitStack
 ) -> tuple[StepConfig, PackingConfig, Frozen | None]:
     """What an update is compiled for, and the frozen policies that score its samples."""
-    step, packing = assemble.shapes(config, model)
+    step, packing = assemble.shapes(config, model.arch, model.placement)
     frozen = open_frozen(config, model, step, packing)
     if frozen is None:
         return step, packing, None
@@ -311,9 +312,11 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
     started = time.monotonic()
     runtime.use_compilation_cache(config.run.compilation_cache)
     train_tasks, held_out = build_tasks(config.tasks)
-    stream = assemble.task_stream(config, train_tasks)
-    assemble.trainer_placement(config, read_architecture(config.model.path))  # refused before there is a directory
+    arch = read_architecture(config.model.path)
+    placement = assemble.trainer_placement(config, arch)  # refused before there is a directory
     with contextlib.ExitStack() as stack:
+        compiler = stack.enter_context(Compiler(config, arch, placement))
+        stream = assemble.task_stream(config, train_tasks)
         directory = stack.enter_context(open_run(config.run.path, config.run.resume))
         preemption = stack.enter_context(Preemption())
         tasks = [*train_tasks, *held_out]
@@ -325,23 +328,20 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
         model, optimizer, state, checkpoints = learner_parts(config)
         stack.callback(checkpoints.close)
         stack.callback(peers.tell, "close")  # before
-        assemble.check_prompts(config, model.tokenizer, tasks)
+        lengths = check_prompts(config, model.tokenizer, tasks)
+        compiler.begin_engine(lengths.values())
         environments = stack.enter_context(entered(Environments(config, model.tokenizer, graders), preemption))
         peers.tell("restore", checkpoints.latest_step)
         begin = beginning(config, directory, checkpoints, state, model, held_out, stream)
-        state = begin.state
         step, packing, frozen = scored_shapes(config, model, stack)
         if not config.lora.rank:
             model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
-        # Of a batch only the shapes count, and they are those of an empty one.
-        (padding,) = assemble.device_batch(pack_batch([], packing), model.placement)
-        compiler = stack.enter_context(ThreadPoolExecutor(1, "compiler"))
-        compiled = compiler.submit(compile_update, step, optimizer, state, model.params, padding)
+        compiled = compiler.update(step, optimizer, begin.state, model.params, packing)
         place = Place(directory.path, group, preemption)
         peers.meet()
         peers.tell("published")
-        serving = open_serving(config, model, state.trainable, int(state.version), begin.ledger, place)
-        yield Run(
+        serving = open_serving(config, model, begin.state.trainable, int(begin.state.version), begin.ledger, place)
+        run = Run(
             config=config,
             directory=directory.path,
             model=model,
@@ -359,7 +359,7 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
             preemption=preemption,
             timers=Timers(config.metrics.skip_updates),
             compilations=runtime.CompilationCounter(),
-            state=state,
+            state=begin.state,
             progress=begin.progress,
             ledger=begin.ledger,
             compiled=compiled,
@@ -367,3 +367,5 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
             started=started,
             peers=peers,
         )
+        compiler.wait_for_engine()
+        yield run

@@ -13,6 +13,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.parse import parse
 from rlx.learner.state import init_state, make_optimizer
 from rlx.models.lora import merge
+from rlx.prompt_checks import check_prompts
 from tests import tiny_model, tiny_tokenizer
 from tests.learner import batches
 from tests.records import make_task
@@ -81,11 +82,12 @@ def test_prompts_must_leave_room_for_a_response(config, model):
     tasks = [dataclasses.replace(make_task(i), question=question) for i, question in enumerate(["1+1", "1+11"])]
     short, long = (len(model.tokenizer.encode_prompt(t.question)) for t in tasks)
     response = config().rollout.max_new_tokens
-    assert assemble.check_prompts(config(engine__context=long + response), model.tokenizer, tasks) is None
+    lengths = check_prompts(config(engine__context=long + response), model.tokenizer, tasks)
+    assert lengths == {"sums/0": short, "sums/1": long}
     with pytest.raises(ConfigError, match=f"1 of 2 tasks; the longest prompt, sums/1, has {long}; set at least"):
-        assemble.check_prompts(config(engine__context=long + response - 1), model.tokenizer, tasks)
+        check_prompts(config(engine__context=long + response - 1), model.tokenizer, tasks)
     with pytest.raises(ConfigError, match="2 of 2 tasks"):
-        assemble.check_prompts(config(engine__context=short + response - 1), model.tokenizer, tasks)
+        check_prompts(config(engine__context=short + response - 1), model.tokenizer, tasks)
 
 
 # --------------------------------------------------------------------------------------------------------------- policy
@@ -132,7 +134,7 @@ def test_heads_are_stored_where_the_objective_needs_them(config, centering, size
 def test_the_engine_serves_the_policy_and_stops_at_the_end_of_a_turn(config, model):
     c = config(rollout__head_size=4)
     engine = assemble.make_engine(c, model, model.params, version=5)
-    assert set(engine.config.stop_ids) == {tiny_tokenizer.IM_END, tiny_tokenizer.END_OF_TEXT}
+    assert set(engine.stop_ids) == {tiny_tokenizer.IM_END, tiny_tokenizer.END_OF_TEXT}
     assert (engine.admission, engine.config.context) == (3, 32)
     assert engine.config.head_size == 4
     assert engine.version == 5

@@ -156,7 +156,7 @@ def test_a_mesh_scores_what_one_device_does(recipe):
     single, _, _ = opened(config_of(recipe, **changes))
     config = config_of(recipe, **changes, cluster__trainer_layout="TP2 DP2")
     model = assemble.load_model(config, on_mesh=True)
-    spread = frozen.open_frozen(config, model, *assemble.shapes(config, model))
+    spread = frozen.open_frozen(config, model, *assemble.shapes(config, model.arch, model.placement))
     chosen = wide_trajectories()
     for found, expected in zip(spread.scored(chosen), single.scored(chosen), strict=True):
         for name, array in expected.frozen.items():

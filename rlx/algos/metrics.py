@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -30,7 +31,8 @@ class Moments:
     @property
     def ess(self) -> Array:
         """(Σw)² / (n Σw²), in (0, 1]: the share of the samples that the weights leave (Kish 1965); 0 where n is 0."""
-        return self.first**2 / jnp.maximum(self.count * self.second, jnp.finfo(self.second.dtype).tiny)
+        total = self.count.astype(self.second.dtype) * self.second
+        return self.first**2 / total.clip(jnp.finfo(total.dtype).tiny)
 
 
 @struct.dataclass
@@ -55,7 +57,8 @@ class Metrics:
         result |= {name: float(x) for name, x in self.maxima.items()}
         for name, moments in self.moments.items():
             labels = _LABELS.get(name, ("",))
-            shares = zip(labels, jnp.atleast_1d(moments.ess), jnp.atleast_1d(moments.count))
+            host = jax.tree.map(np.atleast_1d, moments)  # in numpy: there each operation would be a program to compile
+            shares = zip(labels, host.ess, host.count)
             result |= {name + label: float(ess) for label, ess, count in shares if count > 0}
         return result
 

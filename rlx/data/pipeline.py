@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import grain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlx.types import Task
+
+if TYPE_CHECKING:
+    import grain
 
 
 class TaskInstance(NamedTuple):
@@ -40,12 +41,7 @@ class TaskStream:
         if bad := {name: weights.get(name) for name in by_source if not weights.get(name, 0.0) > 0}:
             raise ValueError(f"every source needs a weight above 0, found {bad}")
         names = sorted(by_source)
-        endless = [_endless(by_source[name], _seed(f"{seed}/{name}")) for name in names]
-        mixed = grain.MapDataset.mix(endless, weights=[float(weights[name]) for name in names])
-        numbered = mixed.map_with_index(lambda group, item: TaskInstance(item[0], item[1], group))
-        # Tasks are in memory: threads that read ahead would only make the order of effects harder to follow.
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._iterator: Any = iter(numbered.to_iter_dataset(options))
+        self._iterator: Any = iter(_mixed({name: by_source[name] for name in names}, weights, seed))
         self._identity = {
             "seed": seed,
             "weights": {name: float(weights[name]) for name in names},
@@ -74,10 +70,20 @@ class TaskStream:
         self._iterator.set_state(state["iterator"])
 
 
-def _endless(tasks: list[Task], seed: int) -> grain.MapDataset:
-    shuffled = grain.MapDataset.source(tasks).seed(seed).shuffle().repeat()
-    size = len(tasks)
-    return shuffled.map_with_index(lambda index, task: (task, index // size))
+def _mixed(by_source: Mapping[str, list[Task]], weights: Mapping[str, float], seed: int) -> grain.IterDataset:
+    # Imported here: it takes a quarter of a second, and jax with it, which readers of tasks alone can do without.
+    import grain
+
+    def endless(tasks: list[Task], seed: int) -> grain.MapDataset:
+        shuffled = grain.MapDataset.source(tasks).seed(seed).shuffle().repeat()
+        size = len(tasks)
+        return shuffled.map_with_index(lambda index, task: (task, index // size))
+
+    sources = [endless(tasks, _seed(f"{seed}/{name}")) for name, tasks in by_source.items()]
+    mixed = grain.MapDataset.mix(sources, weights=[float(weights[name]) for name in by_source])
+    numbered = mixed.map_with_index(lambda group, item: TaskInstance(item[0], item[1], group))
+    # Tasks are in memory: threads that read ahead would only make the order of effects harder to follow.
+    return numbered.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
 def _seed(text: str) -> int:

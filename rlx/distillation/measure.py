@@ -20,6 +20,7 @@ from rlx.distillation.policies import Policies
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
 from rlx.parallel import runtime
+from rlx.prompt_checks import check_prompts
 from rlx.proxy.signal import Signal
 from rlx.rollout.collect import collect
 from rlx.rollout.fates import graded
@@ -38,7 +39,7 @@ def measure(config: Config, signal: Signal, tasks: int) -> dict[str, Any]:
     runtime.use_compilation_cache(config.run.compilation_cache)
     chosen = build_tasks(config.tasks)[0][:tasks]
     model = assemble.load_model(config)
-    assemble.check_prompts(config, model.tokenizer, chosen)
+    check_prompts(config, model.tokenizer, chosen)
     count = len(chosen) * config.rollout.group_size
     step = assemble.step_config(config, model.arch, count)
     packing = assemble.packing_config(config, count, head=0)

@@ -1,25 +1,25 @@
 """Questions to token ids and back, through the chat template of a checkpoint."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
-import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
 from jinja2 import TemplateError
 
-# Without torch, transformers says at import that models are not available; only its tokenizers are used here.
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from rlx.config.chat import ChatConfig
 from rlx.envs.thinking import EMPTY_THOUGHT, ends_in, thinking_variables
 from rlx.envs.tool_calls import as_characters
+from rlx.envs.vocabulary import read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PROBE = "rlx probe"  # a response whose end is looked for in a rendered conversation
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -152,7 +152,7 @@ def load_chat_tokenizer(path: str, system_prompt: str, suffix: str, chat: ChatCo
     directory = pathlib.Path(path)
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise ValueError(f"there is no tokenizer in {path!r}: a Hugging Face directory with tokenizer.json is needed")
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = read_tokenizer(path)
     if chat is not None and chat.template == "chatml":
         _use_chatml(tokenizer, path)
     if not tokenizer.chat_template:

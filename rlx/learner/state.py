@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ def learning_rate(config: LearnerConfig) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), after], [warmup])
 
 
+@functools.cache  # one for equal settings: programs know it by its identity
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW (arXiv 1711.05101; Adam where weight_decay is 0)."""
     adam = optax.adamw(

@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from rlx.models import sampler
@@ -14,6 +13,11 @@ from rlx.models.sampler import Prefilled
 from rlx.models.spec import Architecture, Params
 
 _KEPT = 2  # the newest batches stay, though nobody waits for them: the same prompt is often asked again soon
+
+
+def rows_for(rows: int, prompts: int) -> int:
+    """Rows of the computation of `prompts` prompts where `rows` are the most."""
+    return rows if 2 * prompts > rows else 1
 
 
 Prompt = tuple[bytes, np.ndarray]  # (key, int32 tokens [n]); equal prompts have equal keys
@@ -72,11 +76,11 @@ class PromptCache:
         return next(b for b in self.buckets if b >= len(tokens))
 
     def _compute(self, params: Params, bucket: int, prompts: Sequence[Prompt]) -> None:
-        size = self.rows if 2 * len(prompts) > self.rows else 1
+        size = rows_for(self.rows, len(prompts))
         for chunk in itertools.batched(prompts, size):
             tokens, lengths = np.zeros((size, bucket), np.int32), np.ones(size, np.int32)
             for row, (_, prompt) in enumerate(chunk):
                 tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
             number = next(self._numbers)
-            self._batches[number] = sampler.prefill(self.arch, params, jnp.asarray(tokens), jnp.asarray(lengths))
+            self._batches[number] = sampler.prefill(self.arch, params, tokens, lengths)
             self._places |= {key: (number, row) for row, (key, _) in enumerate(chunk)}

@@ -10,11 +10,13 @@ weights at every token.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
@@ -27,13 +29,14 @@ from rlx.models.sampling import Draw, draw, no_draw
 from rlx.models.transformer import block, layer_trees, logits
 from rlx.models.weights import Weights, normalise
 
+_STOPS = 8  # ids that there is room for, and multiples of it
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
     ends: tuple[int, ...]  # where the stretches of the cache end, ascending; the last is the context, tokens
     head_size: int
     steps: int  # the most tokens decoded in one dispatch
-    stop_ids: tuple[int, ...]
     routes: bool = False  # record which experts each token is sent to
 
     @property
@@ -174,7 +177,7 @@ def resize(slots: Slots, source: Int[Array, " new"]) -> Slots:
 
 
 def _step(
-    arch: Architecture, config: SamplerConfig, params: Params, slots: Slots
+    arch: Architecture, config: SamplerConfig, params: Params, slots: Slots, stop_ids: Array
 ) -> tuple[Slots, tuple[Draw, Array | None]]:
     """Write one token in every active slot; what is drawn in the others does not matter. Returns also the experts that
     the tokens fed were sent to, where they are recorded."""
@@ -192,7 +195,7 @@ def _step(
     drawn = draw(logits(params, hidden), slots.temperature, slots.seed, slots.count, config.head_size)
 
     count, position = slots.count + slots.active, slots.position + slots.active
-    over = _is_stop(config, drawn.tokens) | (count >= slots.limit) | (position >= config.context)
+    over = _is_stop(drawn.tokens, stop_ids) | (count >= slots.limit) | (position >= config.context)
     return dataclasses.replace(
         slots,
         caches=tuple(caches),
@@ -203,15 +206,30 @@ def _step(
     ), (drawn, routes)
 
 
-def _is_stop(config: SamplerConfig, tokens: Int[Array, " slots"]) -> Bool[Array, " slots"]:
-    return jnp.isin(tokens, jnp.array(config.stop_ids, jnp.int32))
+def _is_stop(tokens: Int[Array, " slots"], stop_ids: Int[Array, " stops"]) -> Bool[Array, " slots"]:
+    return (tokens[:, None] == stop_ids).any(axis=1)
+
+
+def stop_array(ids: Sequence[int]) -> Int[np.ndarray, " stops"]:
+    """What `decode` takes of them: their number hardly ever makes for another program."""
+    padded = np.full(max(-(-len(ids) // _STOPS), 1) * _STOPS, -1, np.int32)
+    padded[: len(ids)] = ids
+    return padded
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def decode(
-    arch: Architecture, config: SamplerConfig, stretches: int, params: Params, slots: Slots, until_free: Bool[Array, ""]
+    arch: Architecture,
+    config: SamplerConfig,
+    stretches: int,
+    params: Params,
+    slots: Slots,
+    until_free: Bool[Array, ""],
+    stop_ids: Int[Array, " stops"],
 ) -> tuple[Slots, Dispatch]:
     """Up to `config.steps` tokens in every active slot, over the first `stretches` of the cache.
+
+    stop_ids: tokens that end a response (`stop_array`); negative ones are none.
 
     Returns early when no slot is active, when an active one has come to the end of these stretches, and, with
     `until_free`, when one has come to its end and could serve somebody else.
@@ -226,7 +244,7 @@ def decode(
 
     def body(carry: tuple[Array, Slots, Any]) -> tuple[Array, Slots, Any]:
         step, now, written = carry
-        now, drawn = _step(arch, config, params, now)
+        now, drawn = _step(arch, config, params, now, stop_ids)
         return step + 1, now, jax.tree.map(lambda all_, new: all_.at[step].set(new), written, drawn)
 
     start = dataclasses.replace(slots, caches=tuple(held.first(stretches) for held in slots.caches))
@@ -238,7 +256,7 @@ def decode(
     return done, Dispatch(
         written=done.count - slots.count,
         active=done.active,
-        stopped=_is_stop(config, done.token),
+        stopped=_is_stop(done.token, stop_ids),
         drawn=drawn,
         routes=routes,
     )

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx.config.schema import EngineConfig
@@ -30,7 +29,7 @@ from rlx.types import StopReason
 _NARROWEST = 16  # slots that are worth a program of their own
 # One program each: piece by piece they compile for half a second.
 _unstacked = jax.jit(sampler.unstack_layers, static_argnums=0)
-_init_slots = jax.jit(sampler.init_slots, static_argnums=(0, 1, 2, 3))
+empty_slots = jax.jit(sampler.init_slots, static_argnums=(0, 1, 2, 3))
 _LOOK_AHEAD = 512  # samples of the queue among which prompts are looked for that fill a prefill
 
 
@@ -69,21 +68,22 @@ class LocalEngine:
         self.name = name
         self.admission = config.slots
         self.arch = arch
-        ends = tuple(sorted({b for b in config.prefill_buckets if b < config.context} | {config.context}))
-        self.config = SamplerConfig(ends, head_size, config.steps_per_dispatch, stop_ids, record_routes)
-        self.widths = _widths(config.slots)
+        self.config = sampler_config(config, head_size, record_routes)
+        self.widths = widths(config.slots)
+        self.stop_ids = stop_ids
         self.version = version
         self.stats = EngineStats()
         self._params = _unstacked(arch, params)
-        self._prompts = PromptCache(arch, ends, config.prefill_rows)
+        self._stops = sampler.stop_array(stop_ids)
+        self._prompts = PromptCache(arch, self.config.ends, config.prefill_rows)
         self._queue: deque[Pending] = deque()
         self._device = asyncio.Lock()  # held while weights or slots change
         self._runner: asyncio.Task[None] | None = None
+        self._slots: sampler.Slots
         self._reset()
 
     def _reset(self) -> None:
-        self._owner: list[Pending | None] = [None] * self.widths[0]
-        self._slots = _init_slots(self.arch, self.config.ends, self.widths[0], self._params["embed"].dtype)
+        self._owner: list[Pending | None] = []  # there are no slots until somebody needs them
 
     async def generate(self, request: Request) -> list[Completion]:
         """See `rlx.rollout.engine.Engine`. A cancelled request frees its slots and says what it had written."""
@@ -138,10 +138,10 @@ class LocalEngine:
     def _decode(self) -> sampler.Dispatch:
         """One dispatch, its results on the host. Where somebody waits it ends as soon as a slot is free."""
         longest = max(len(p.request.prompt) + p.count for p in self._owner if p is not None)
-        # A stretch that the longest is about to leave would be compiled for a single token.
-        stretches = next((i for i, end in enumerate(self.config.ends, 1) if end > longest), len(self.config.ends))
-        until_free = jnp.asarray(bool(self._queue))
-        self._slots, dispatch = sampler.decode(self.arch, self.config, stretches, self._params, self._slots, until_free)
+        stretches, until_free = reached(self.config.ends, longest), np.asarray(bool(self._queue))
+        self._slots, dispatch = sampler.decode(
+            self.arch, self.config, stretches, self._params, self._slots, until_free, self._stops
+        )
         return jax.device_get(dispatch)
 
     def _release_cancelled(self) -> None:
@@ -149,7 +149,7 @@ class LocalEngine:
         self._queue = deque(p for p in self._queue if not p.future.cancelled())
         gone = {slot: p for slot, p in enumerate(self._owner) if p is not None and p.future.cancelled()}
         if gone:
-            self._slots = sampler.release(self._slots, jnp.asarray(np.isin(np.arange(len(self._owner)), [*gone])))
+            self._slots = sampler.release(self._slots, np.isin(np.arange(len(self._owner)), [*gone]))
         for slot, sample in gone.items():
             self.stats.aborted_tokens += sample.count
             self._owner[slot] = None
@@ -158,11 +158,16 @@ class LocalEngine:
         """As many slots as are needed: a step of fewer is faster."""
         busy = [slot for slot, p in enumerate(self._owner) if p is not None]
         needed = len(busy) + len(self._queue)
-        width = next((w for w in self.widths if w >= needed), self.widths[-1])
-        if width != len(self._owner):
+        width = width_for(self.widths, needed)
+        if width == len(self._owner):
+            return
+        if not busy:
+            self._owner = [None] * width
+            self._slots = empty_slots(self.arch, self.config.ends, width, self._params["embed"].dtype)
+        else:
             source = np.full(width, -1, np.int32)
             source[: len(busy)] = busy
-            self._slots = sampler.resize(self._slots, jnp.asarray(source))
+            self._slots = sampler.resize(self._slots, source)
             self._owner = [self._owner[slot] if slot >= 0 else None for slot in source]
 
     def _fill_free_slots(self) -> None:
@@ -196,7 +201,7 @@ class LocalEngine:
             prompt[slot], count[slot] = row, sample.count
             limit[slot] = min(request.max_new_tokens, self.config.context - len(request.prompt))
             seed[slot], temperature[slot] = sample.seed, request.temperature
-        return sampler.Admission(*(jnp.asarray(x) for x in (prompt, count, limit, seed, temperature)))
+        return sampler.Admission(*(jax.device_put(x) for x in (prompt, count, limit, seed, temperature)))
 
     def _collect(self, dispatch: sampler.Dispatch) -> None:
         """Take what was written; give finished samples back."""
@@ -240,9 +245,27 @@ class LocalEngine:
         self._reset()
 
 
-def _widths(slots: int) -> tuple[int, ...]:
+def sampler_config(config: EngineConfig, head_size: int, record_routes: bool) -> SamplerConfig:
+    ends = tuple(sorted({b for b in config.prefill_buckets if b < config.context} | {config.context}))
+    return SamplerConfig(ends, head_size, config.steps_per_dispatch, record_routes)
+
+
+def reached(ends: tuple[int, ...], longest: int) -> int:
+    """Stretches of the cache that a dispatch reads where `longest` tokens are the most that a slot has.
+
+    One that the longest is about to leave would be compiled for a single token.
+    """
+    return next((i for i, end in enumerate(ends, 1) if end > longest), len(ends))
+
+
+def widths(slots: int) -> tuple[int, ...]:
     """Numbers of slots that decoding is compiled for, ascending: all, and quarters of it."""
-    widths = [slots]
-    while widths[0] % 4 == 0 and widths[0] // 4 >= _NARROWEST:
-        widths.insert(0, widths[0] // 4)
-    return tuple(widths)
+    found = [slots]
+    while found[0] % 4 == 0 and found[0] // 4 >= _NARROWEST:
+        found.insert(0, found[0] // 4)
+    return tuple(found)
+
+
+def width_for(widths: Sequence[int], samples: int) -> int:
+    """The fewest slots that `samples` samples fit into at once, or all."""
+    return next((width for width in widths if width >= samples), widths[-1])

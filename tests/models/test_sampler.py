@@ -11,7 +11,8 @@ from tests import tiny_model
 from tests.tiny_model import ARCH
 
 SLOTS = 4
-CONFIG = SamplerConfig(ends=(8, 16), head_size=3, steps=5, stop_ids=())
+CONFIG = SamplerConfig(ends=(8, 16), head_size=3, steps=5)
+NO_STOPS = jnp.asarray(sampler.stop_array(()))
 PROMPTS = np.random.default_rng(0).integers(0, ARCH.vocab_size, (2, 8))
 LENGTHS = np.array([8, 5])
 ALL = len(CONFIG.ends)
@@ -55,7 +56,7 @@ def admitted(prompts, *entries):
 
 def decode(params, slots, stretches=ALL, until_free=False):
     """(slots, what was written), on the host."""
-    return jax.device_get(sampler.decode(ARCH, CONFIG, stretches, params, slots, jnp.asarray(until_free)))
+    return jax.device_get(sampler.decode(ARCH, CONFIG, stretches, params, slots, jnp.asarray(until_free), NO_STOPS))
 
 
 def test_layers_are_unstacked_in_order():
@@ -142,9 +143,9 @@ def test_a_stop_token_ends_its_slot(params, prompts):
     stop = int(free[2, 0])
     assert stop not in free[:2, 0]
     assert stop not in free[:, 1]
-    config = CONFIG.__class__(CONFIG.ends, 3, 5, (stop,))
+    stops = jnp.asarray(sampler.stop_array((ARCH.vocab_size - 1, stop)))
     slots = admitted(prompts, (0, 0, 6), (1, 1, 6))
-    _, dispatch = sampler.decode(ARCH, config, ALL, params, slots, jnp.asarray(False))
+    _, dispatch = sampler.decode(ARCH, CONFIG, ALL, params, slots, jnp.asarray(False), stops)
     np.testing.assert_array_equal(dispatch.written[:2], [3, 5])
     np.testing.assert_array_equal(dispatch.active[:2], [False, True])
     np.testing.assert_array_equal(dispatch.stopped[:2], [True, False])

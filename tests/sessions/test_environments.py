@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from configs import base
-from rlx import assemble
 from rlx.config.errors import ConfigError
 from rlx.config.parse import parse
 from rlx.envs.chat import load_chat_tokenizer
 from rlx.envs.conversation import HistoryRewritten
+from rlx.prompt_checks import check_prompts
 from rlx.rollout.session import TaskEnvironment
 from rlx.rollout.tool_session import ToolSession
 from rlx.sessions.environments import Environments, conversations, openings
@@ -52,14 +52,14 @@ def test_prompts_are_those_that_sessions_begin_with(tokenizer):
 
 def test_a_session_that_would_end_before_it_begins_is_refused(tokenizer):
     longest = max(len(openings(config(), tokenizer)(task)) for task in TASKS)
-    assemble.check_prompts(config(**{"producer.session_token_limit": longest + 1}), tokenizer, TASKS)
+    check_prompts(config(**{"producer.session_token_limit": longest + 1}), tokenizer, TASKS)
     with pytest.raises(ConfigError, match=f"sums/0, has {longest} tokens.*set at least {longest + 1}"):
-        assemble.check_prompts(config(**{"producer.session_token_limit": longest}), tokenizer, TASKS)
+        check_prompts(config(**{"producer.session_token_limit": longest}), tokenizer, TASKS)
 
 
 def test_a_template_that_rewrites_history_is_refused_where_sessions_have_turns(tmp_path):
     template = CHATML.replace("message['content']", "message['content'][-10:]")
     shortens = load_chat_tokenizer(build(tmp_path, template=template), "", "")
     with pytest.raises(HistoryRewritten):
-        assemble.check_prompts(config(), shortens, TASKS)
-    assemble.check_prompts(config(**{"tasks.sources.sums.environment": ""}), shortens, TASKS)
+        check_prompts(config(), shortens, TASKS)
+    check_prompts(config(**{"tasks.sources.sums.environment": ""}), shortens, TASKS)

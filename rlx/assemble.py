@@ -157,28 +157,6 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
     return training(placement, trained_specs(config, arch), arch)
 
 
-def check_prompts(config: Config, tokenizer: ChatTokenizer, tasks: Iterable[Task]) -> None:
-    """Raises ConfigError where a prompt with rollout.max_new_tokens behind it does not fit the engine's context, or
-    begins a session at its limit. Raises ValueError where the chat template does not keep what was said."""
-    opening = openings(config, tokenizer)
-    lengths = {task.id: len(opening(task)) for task in tasks}
-    longest = max(lengths, key=lambda name: lengths[name])
-    room = config.engine.context - config.rollout.max_new_tokens
-    if lengths[longest] > room:
-        count = sum(length > room for length in lengths.values())
-        raise ConfigError(
-            f"config.engine.context = {config.engine.context}: no room for {config.rollout.max_new_tokens} tokens of "
-            f"response to {count} of {len(lengths)} tasks; the longest prompt, {longest}, has {lengths[longest]}; "
-            f"set at least {lengths[longest] + config.rollout.max_new_tokens}, or leave these tasks out"
-        )
-    limit = config.producer.session_token_limit
-    if 0 < limit <= lengths[longest]:
-        raise ConfigError(
-            f"config.producer.session_token_limit = {limit}: the longest prompt, {longest}, has {lengths[longest]} "
-            f"tokens, so its sessions would end before they began; set at least {lengths[longest] + 1}"
-        )
-
-
 @partial(jax.jit, static_argnums=2)
 def _merged(params: Params, adapter: Params, scale: float) -> dict[tuple[str, ...], jax.Array]:
     return merged_kernels(params, adapter, scale)
@@ -186,10 +164,16 @@ def _merged(params: Params, adapter: Params, scale: float) -> dict[tuple[str, ..
 
 def policy_params(config: Config, model: Model, trainable: Params) -> Params:
     """The parameters that an engine serves: the adapter merged in, in the model's dtype; where the model's are."""
+# One program: leaf by leaf a copy compiles for each shape.
+@partial(jax.jit, static_argnums=1)
+def _copied(params: Params, dtype: str) -> Params:
+    return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
+
+
     if config.lora.rank:
         touched = traverse_util.unflatten_dict(kernels(model.params, trainable))
         return replaced(model.params, _merged(touched, trainable, adapter_scale(config.lora)))
-    return jax.tree.map(lambda x: jnp.asarray(x, config.model.dtype, copy=True), trainable)
+    return _copied(trainable, config.model.dtype)
 
 
 def task_stream(config: Config, tasks: Sequence[Task]) -> TaskStream:

@@ -1,6 +1,6 @@
 """Bytes of a device as `rlx plan` has them beside XLA's own account of the compiled update, by layout.
 
-    python bench/plan_memory.py                     1, 2, 4, 8 devices on each axis
+    python bench/plan_memory.py                     1, 2, 4, 8 devices on each axis, of experts too
     python bench/plan_memory.py --fit               the weights of `rlx.planning.estimate`, from other layouts
     python bench/plan_memory.py --kind=moe --layouts="DP2 EP2;TP2 DP2 EP4"
 
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -29,7 +30,13 @@ from rlx.planning.estimate import arguments, outputs, weighted
 from rlx.planning.memory import Temporaries, temporaries
 
 ROWS, TOKENS, REPEATS = 8, 512, 8
-AXES = ("TP1", *(f"{axis}{n}" for axis in ("TP", "CP", "DP", "PP") for n in (2, 4, 8)))
+# (kind, layout) of the table. Experts lie over another axis, here that of rows.
+AXES = (
+    ("dense", "TP1"),
+    *(("dense", f"{axis}{n}") for axis in ("TP", "PP", "CP", "DP") for n in (2, 4, 8)),
+    ("moe", "TP1"),
+    *(("moe", f"DP{n} EP{n}") for n in (2, 4, 8)),
+)
 # (kind, rank, remat, layout): none of them is in the table that is printed.
 FIT: tuple[tuple[str, int, Remat, str], ...] = (
     ("dense", 4, "layer", "TP2 CP2"),
@@ -66,9 +73,14 @@ def compared(cases: list[Case]) -> Iterator[tuple[Case, Account]]:
 
 def as_json(cases: list[Case]) -> None:
     for each, account in compared(cases):
-        names = ("planned_arguments", "planned_outputs", "planned_temporaries")
-        said = dict(zip(names, planned(each), strict=True))
-        print(json.dumps({"layout": str(each.layout)} | account._asdict() | said), flush=True)
+        fields = ("planned_arguments", "planned_outputs", "planned_temporaries")
+        said = dict(zip(fields, planned(each), strict=True))
+        names = {"kind": _kind(each), "layout": str(each.layout)}
+        print(json.dumps(names | account._asdict() | said), flush=True)
+
+
+def _kind(each: Case) -> str:
+    return Path(each.config.model.path).name.removeprefix("tiny_")
 
 
 def planned(each: Case) -> tuple[int, int, float]:
@@ -77,12 +89,12 @@ def planned(each: Case) -> tuple[int, int, float]:
 
 def table(cases: list[Case]) -> None:
     """MiB of XLA's account / of the plan, and how far off the plan is."""
-    print(f"{'layout':<24}" + "".join(f"{name:>28}" for name in Account._fields))
+    print(f"{'layout':<30}" + "".join(f"{name:>28}" for name in Account._fields))
     for each, account in compared(cases):
         shown = [
             f"{x / 2**20:.3f} / {y / 2**20:.3f} {y / x - 1:+.1%}" for x, y in zip(account, planned(each), strict=True)
         ]
-        print(f"{each.layout!s:<24}" + "".join(f"{text:>28}" for text in shown), flush=True)
+        print(f"{_kind(each):<6}{each.layout!s:<24}" + "".join(f"{text:>28}" for text in shown), flush=True)
 
 
 def fit(cases: list[Case]) -> None:
@@ -103,12 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each layout")
-    parser.add_argument("--kind", default="dense")
+    parser.add_argument("--kind", default="dense", help="of --layouts")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--remat", default="layer", choices=("none", "products", "layer"))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a row; long ones attend by blocks")
     parser.add_argument("--ring", action="store_true", help="keys and values go round over CP")
-    parser.add_argument("--layouts", default=";".join(AXES), help="separated by ;")
+    parser.add_argument("--layouts", help="separated by ;, in place of the table's")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -117,8 +129,8 @@ def main() -> None:
     else:
         show = as_json if given.json else table
         keys = ("--config.cluster.context_parallel=ring",) if given.ring else ()
-        layouts = given.layouts.split(";")
-        show([case(given.kind, given.rank, given.remat, layout, given.tokens, keys) for layout in layouts])
+        asked = [(given.kind, layout) for layout in given.layouts.split(";")] if given.layouts else AXES
+        show([case(kind, given.rank, given.remat, layout, given.tokens, keys) for kind, layout in asked])
 
 
 if __name__ == "__main__":

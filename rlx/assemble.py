@@ -131,8 +131,9 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
     text, learner = config.cluster.trainer_layout, config.learner
     try:
         layout = parse_layout(text) if text else Layout()
-        rounds = config.cluster.pipeline_rounds
-        check(layout, sizes_of(arch, learner.row_tokens, learner.micro_batch_rows, rounds))
+        rounds, over_tp = config.cluster.pipeline_rounds, config.cluster.sequence_parallel
+        sizes = sizes_of(arch, learner.row_tokens, learner.micro_batch_rows, rounds, sequence_parallel=over_tp)
+        check(layout, sizes)
         if layout.devices == 1 and jax.process_count() == 1:
             return None
         mesh = make_mesh(layout)
@@ -153,7 +154,8 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
             f"config.cluster.context_parallel = 'ring': {layout} of config.cluster.trainer_layout leaves a row's "
             "tokens on one device; set it to 'gather', or CP to 2 or more"
         )
-    placement = Placement(mesh, layout, micro_batches(layout, learner.micro_batch_rows), rounds=rounds, ring=ring)
+    parts = micro_batches(layout, learner.micro_batch_rows)
+    placement = Placement(mesh, layout, parts, rounds=rounds, ring=ring, sequence_parallel=over_tp)
     return training(placement, trained_specs(config, arch), arch)
 
 

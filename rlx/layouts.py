@@ -7,6 +7,7 @@ leaves at zero; the batch is drawn and packed as a run packs it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from rlx.models.lora import adapter_specs
 from rlx.models.placed import place, sizes_of, training
 from rlx.models.spec import param_specs
 from rlx.models.transformer import prefix_sharing_unsupported_reason
-from rlx.parallel.layout import Layout, check, micro_batches
+from rlx.parallel.layout import Layout, check, micro_batches, row_parts
 from rlx.parallel.mesh import Placement, make_mesh
 from rlx.planning import scoring
 from rlx.planning.case import case_of
@@ -87,13 +88,14 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     Raises:
       LayoutError: where the model, or a batch, does not allow the layout.
     """
-    rounds = config.cluster.pipeline_rounds
-    rows, tokens = batch_shape(layout, rounds)
-    check(layout, sizes_of(arch, tokens, rows, rounds))
+    rounds, over_tp = config.cluster.pipeline_rounds, config.cluster.sequence_parallel
+    rows, tokens = batch_shape(layout, rounds, over_tp)
+    check(layout, sizes_of(arch, tokens, rows, rounds, sequence_parallel=over_tp))
     case = make_case(config, arch, rows, tokens, dtype)
     single = run(case, None)
     ring = config.cluster.context_parallel == "ring"
-    placement = Placement(make_mesh(layout), layout, micro_batches(layout, rows), rounds=rounds, ring=ring)
+    parts = micro_batches(layout, rows)
+    placement = Placement(make_mesh(layout), layout, parts, rounds=rounds, ring=ring, sequence_parallel=over_tp)
     spread = difference(layout, single, run(case, placement))
     if dtype == "float64":
         return spread, None
@@ -101,9 +103,9 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     return spread, difference(Layout(), exact, single)
 
 
-def batch_shape(layout: Layout, rounds: int = 1) -> tuple[int, int]:
+def batch_shape(layout: Layout, rounds: int = 1, over_tp: bool = False) -> tuple[int, int]:
     """(rows, tokens a row) that the layout divides."""
-    parts = 2 * layout.cp
+    parts = math.lcm(2, row_parts(layout, over_tp))
     group = layout.pp if rounds > 1 else 1  # goes round together
     rows = -(-MICRO_BATCHES // group) * group if layout.pp > 1 else 2
     return layout.dp * rows, -(-ROW_TOKENS // parts) * parts

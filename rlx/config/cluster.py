@@ -14,5 +14,6 @@ class ClusterConfig:
     trainer_layout: str  # "TP4 PP3 CP2 DP1 EP8", "" = one device
     pipeline_rounds: int  # blocks of layers that each stage holds
     context_parallel: Literal["gather", "ring"]  # of a row's keys and values over CP
+    sequence_parallel: bool  # tokens over TP too, between layers' products
     engines: int  # 0 = not planned: what inference.count or engine.kind say
     engine_layout: str  # of one engine, "TP16 EP16 DP2", "" = one GPU

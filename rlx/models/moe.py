@@ -18,6 +18,7 @@ from rlx.models.layers import KEPT, rms_norm, wide
 from rlx.models.weights import Weights, linear_spec, project
 from rlx.parallel import expert, pipeline
 from rlx.parallel.mesh import Placement
+from rlx.parallel.sequence import gathered, scattered
 
 
 @struct.dataclass
@@ -84,7 +85,8 @@ def forward(
     gains = route_weights(experts.router, scores, choices)
     y, dropped = _routed(experts, arch, weights, flat, choices, gains, seen, placement)
     if experts.shared_width:
-        shared = mlp.forward(Mlp(experts.shared_width, experts.situ), weights.sub("shared"), flat)
+        shared = mlp.forward(Mlp(experts.shared_width, experts.situ), weights.sub("shared"), gathered(placement, flat))
+        shared = scattered(placement, shared)
         y = y + (shared * jax.nn.sigmoid(project(weights, "shared_gate", flat)) if experts.shared_gated else shared)
     by_token = lambda out: out.reshape(*x.shape[:2], *out.shape[seen.ndim :])  # noqa: E731
     load, balance, z = statistics(experts, logits, scores, choices, seen)

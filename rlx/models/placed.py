@@ -25,7 +25,9 @@ from rlx.parallel.mesh import Partitions, Placement
 from rlx.parallel.rules import partition
 
 
-def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0, rounds: int = 1) -> Divisible:
+def sizes_of(
+    arch: Architecture, row_tokens: int = 0, rows: int = 0, rounds: int = 1, *, sequence_parallel: bool = False
+) -> Divisible:
     """What a layout must divide. Sizes that differ between layers are their greatest common divisor.
 
     row_tokens, rows: of a micro-batch, 0 = not known. rounds: of a pipeline, 1 = blocks do not go round.
@@ -48,6 +50,7 @@ def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0, rounds: int
         row_tokens=row_tokens,
         rows=rows,
         rounds=rounds,
+        sequence_parallel=sequence_parallel,
     )
 
 

@@ -6,8 +6,6 @@ its snapshots that Kimi K3 mixes (`models.residual_bank`).
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -57,10 +55,10 @@ def plain(stream: Stream) -> Float[Array, "rows t d"]:
 
 
 def placed(placement: Placement, stream: Stream) -> Stream:
-    """Rows over dp and tokens over cp, whatever the layer before left."""
+    """Rows over dp and tokens over cp, and tp where they are cut so, whatever the layer before left."""
     if not isinstance(stream, Bank):
-        return placement.rows(stream)
-    return dataclasses.replace(stream, stream=placement.rows(stream.stream))
+        return placement.stream(stream)
+    return Bank(placement.stream(stream.snapshots), stream.count, placement.stream(stream.stream))
 
 
 def split(stream: Stream, parts: int) -> Stream:

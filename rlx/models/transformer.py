@@ -41,6 +41,7 @@ from rlx.models.weights import Weights, normalise
 from rlx.parallel import blocks, pipeline
 from rlx.parallel.layout import rounds_of
 from rlx.parallel.mesh import Placement
+from rlx.parallel.sequence import embedded, gathered, scattered
 
 # x [rows, t, d] of one layer's mixer -> (y, what the caller wants kept); it decides what is attended to.
 Mix = Callable[[Weights, Array], tuple[Array, Any]]
@@ -74,11 +75,15 @@ def block(
         return residual.add(arch, after, y if layer.norms == "pre" else normed(f"{name}_norm", y)), made
 
     def feed(inside: Weights, x: Array) -> tuple[Array, Routing | None]:
-        if isinstance(layer.mlp, Experts):
+        if isinstance(layer.mlp, Experts):  # they take a device's own tokens
             return moe.forward(layer.mlp, arch, inside, x, valid, replayed, placement)
-        return mlp.forward(layer.mlp, inside, x), None
+        return scattered(placement, mlp.forward(layer.mlp, inside, gathered(placement, x))), None
 
-    stream, made = sub_layer("mixer", mix)
+    def mixed(inside: Weights, x: Array) -> tuple[Array, Any]:
+        y, made = mix(inside, gathered(placement, x))
+        return scattered(placement, y), made
+
+    stream, made = sub_layer("mixer", mixed)
     stream, routing = sub_layer("mlp", feed)
     return stream, made, routing
 
@@ -173,7 +178,8 @@ def _embedded(params: Params, tokens: Int[Array, "rows t"], placement: Placement
     if placement is None:
         return params["embed"][tokens]
     # Whole over dp first: looked up in columns the result would be cut by columns, and move to its rows from there.
-    return placement.rows(placement.cut(params["embed"], PartitionSpec("tp"))[tokens])
+    table = placement.cut(params["embed"], PartitionSpec("tp"))
+    return embedded(placement, table, tokens) if placement.over_tp else placement.rows(table[tokens])
 
 
 def _slot_inputs(arch: Architecture, slot: Slot, params: Params, adapter: Params, routes: Array | None) -> tuple:
@@ -203,7 +209,7 @@ def _group_step(
             params, adapter, number, replayed = blocks.looked_up(xs)
             functions = kind(layer.mixer)
             mix = lambda inside, x: functions.forward(layer.mixer, arch, inside, x, rows)  # noqa: E731
-            weights = Weights(params, adapter, scale)
+            weights = Weights(params, adapter, scale, flat=placement is None)
             valid = rows.segment_ids > 0
             stream, _, routing = block(arch, layer, weights, stream, number, mix, valid, replayed, placement)
             return stream if placement is None else residual.placed(placement, stream), routing

@@ -18,9 +18,10 @@ class Weights(NamedTuple):
     params: Params
     adapter: Params
     scale: float  # alpha / rank
+    flat: bool = True  # products see tokens as one axis; on a mesh rows and tokens are cut each, as one they cannot be
 
     def sub(self, name: str) -> Weights:
-        return Weights(self.params[name], self.adapter.get(name, {}), self.scale)
+        return self._replace(params=self.params[name], adapter=self.adapter.get(name, {}))
 
 
 def project(weights: Weights, name: str, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
@@ -30,7 +31,7 @@ def project(weights: Weights, name: str, x: Float[Array, "*batch i"]) -> Float[A
     """
     layer, adapter = weights.params[name], weights.adapter.get(name)
     # Flat: with two batch axes XLA lays both factors of the weight's gradient out anew, at the cost of the product.
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1]) if weights.flat else x
     y = flat @ layer["kernel"]
     if "bias" in layer:
         y = y + layer["bias"]

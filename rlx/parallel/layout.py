@@ -107,6 +107,7 @@ class Divisible:
       recurrent_heads: of linear attention, held whole where TP does not divide them.
       periods: repeats of the layer pattern that stages are made of; those that are missing for whole stages are padded.
       rounds: blocks of layers that each stage of a pipeline is to hold, which is no size but must fit them too.
+      sequence_parallel: between products the tokens of a row are cut over tp too (`rlx.parallel.sequence`).
     """
 
     heads: int
@@ -119,6 +120,7 @@ class Divisible:
     row_tokens: int = 0
     rows: int = 0
     rounds: int = 1
+    sequence_parallel: bool = False
 
 
 def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
@@ -137,12 +139,16 @@ def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
         return f"PP{layout.pp} for {sizes.periods} repeats of the layer pattern: a stage would be empty"
     if sizes.rounds > 1 and (reason := _circular_reason(layout, sizes)):
         return reason
-    # Zig-zag order gives every device an early and a late part.
-    parts = 2 * layout.cp if layout.cp > 1 else 1
-    if sizes.row_tokens % parts:
+    if sizes.row_tokens % (parts := row_parts(layout)):
         return (
             f"CP{layout.cp} cuts rows into {parts} parts, which do not divide {sizes.row_tokens} tokens; "
             f"learner.row_tokens = {_up(sizes.row_tokens, parts)} would do"
+        )
+    if sizes.row_tokens % (parts := row_parts(layout, sizes.sequence_parallel)):
+        return (
+            f"TP{layout.tp} CP{layout.cp} with cluster.sequence_parallel cut rows into {parts} parts, which do not "
+            f"divide {sizes.row_tokens} tokens; learner.row_tokens = {_up(sizes.row_tokens, parts)} would do, or "
+            "cluster.sequence_parallel = False"
         )
     if sizes.rows % layout.dp:
         return (
@@ -169,6 +175,12 @@ def _circular_reason(layout: Layout, sizes: Divisible) -> str | None:
             f"which go round together; learner.micro_batch_rows = {_up(sizes.rows, layout.dp * layout.pp)} would do"
         )
     return None
+
+
+def row_parts(layout: Layout, sequence_parallel: bool = False) -> int:
+    """Equal parts that the tokens of a row are cut into. Zig-zag order gives every rank an early and a late one."""
+    parts = 2 * layout.cp if layout.cp > 1 else 1
+    return math.lcm(parts, layout.cp * layout.tp) if sequence_parallel else parts
 
 
 def _up(number: int, factor: int) -> int:

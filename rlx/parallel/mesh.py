@@ -7,7 +7,7 @@ model's code knows no layout; only pipelines and expert exchange are written by 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,7 @@ class Placement:
       ring: attention passes keys and values round over cp in place of gathering them.
       trained: where the trained parameters lie; their gradients are added up there, each device its own part. None
         leaves that to the compiler.
+      sequence_parallel: between products the tokens of a row are cut over tp too (`rlx.parallel.sequence`).
     """
 
     mesh: Mesh
@@ -73,11 +74,25 @@ class Placement:
     rounds: int = 1
     ring: bool = False
     trained: Partitions | None = None
+    sequence_parallel: bool = False
 
     def rows(self, x: Array) -> Array:
         """`x` [rows, tokens, ...] with rows over dp and tokens over cp."""
-        spec = PartitionSpec("dp", "cp", *(None,) * (x.ndim - 2))
-        return jax.lax.with_sharding_constraint(x, spec if self.inside else NamedSharding(self.mesh, spec))
+        return self.lying("dp", "cp")(x)
+
+    @property
+    def over_tp(self) -> bool:
+        return self.sequence_parallel and self.layout.tp > 1
+
+    def stream(self, x: Array) -> Array:
+        """`x` [..., rows, tokens, d] as it lies between a layer's products: tokens over cp, and over tp where they are
+        cut so."""
+        return self.lying(*(None,) * (x.ndim - 3), "dp", ("cp", "tp") if self.over_tp else "cp")(x)
+
+    def lying(self, *axes: str | tuple[str, ...] | None) -> Callable[[Array], Array]:
+        """A constraint on an array of a layer: which axes of the mesh cut its dimensions, those that follow whole."""
+        mesh = jax.sharding.get_abstract_mesh() if self.inside else self.mesh
+        return partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(*axes)))
 
     def spread(self, x: np.ndarray, first: int = 0, rows: int | None = None) -> Array:
         """`x` [rows, ...] onto the mesh: rows over dp. A number goes to every device.

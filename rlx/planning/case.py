@@ -63,9 +63,15 @@ class Case:
         return self.tokens / self.layout.cp
 
     @property
+    def stream_parts(self) -> int:
+        """Devices of a tp group that share a token's residual stream."""
+        return self.layout.tp if self.config.cluster.sequence_parallel else 1
+
+    @property
     def sizes(self) -> Divisible:
         """What its layout must divide."""
-        return sizes_of(self.arch, self.tokens, self.rows, self.rounds)
+        over_tp = self.config.cluster.sequence_parallel
+        return sizes_of(self.arch, self.tokens, self.rows, self.rounds, sequence_parallel=over_tp)
 
     @property
     def ring(self) -> bool:

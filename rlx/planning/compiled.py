@@ -46,7 +46,10 @@ def accounts(case: Case) -> Accounts:
       LayoutError: where there are fewer, or where the model or batch do not allow the layout.
     """
     layout = case.checked().layout
-    placement = Placement(make_mesh(layout), layout, case.parts, rounds=case.rounds, ring=case.ring)
+    over_tp = case.config.cluster.sequence_parallel
+    placement = Placement(
+        make_mesh(layout), layout, case.parts, rounds=case.rounds, ring=case.ring, sequence_parallel=over_tp
+    )
     placement = training(placement, trained(case), case.arch)
     step = dataclasses.replace(
         step_config(case.config, case.arch, case.rows, placement),

@@ -197,15 +197,16 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
     count = sum(repeats_here(case, group) for group, _ in layers)
     own, forwards = numbers(case).trained * WIDE, 2.0 if case.remat == "layer" else 1.0
     sent: dict[str, float] = {}
-    # After each of a layer's two row-parallel products, and of the gradient before each column-parallel one.
+    # After each of a layer's two row-parallel products, and of the gradient before each column-parallel one; a sum that
+    # is scattered, and gathered before the next product, sends as much.
     sent["tp"] = 2 * of(layout.tp) * 2 * count * (forwards + 1) * d_stream
     sent["cp"] = sum(
         repeats_here(case, group) * _shown(case, slot.layer.mixer) * _rounds(case, slot.layer.mixer, forwards)
         for group, slot in layers
     )
     if layout.pp > 1:
-        handed = rows / case.parts * stream_bytes(case)
-        last = 2 * of(layout.pp) * rows * stream_bytes(case)
+        stream = rows * stream_bytes(case) / case.stream_parts
+        handed, last = stream / case.parts, 2 * of(layout.pp) * stream
         sent["pp"] = sum(
             2 * ticks(layout, case.parts, group_rounds(case, group)) * handed + last + dealt(case, group).sent
             for group in groups(case)

@@ -129,9 +129,10 @@ def kept_bytes(case: Case) -> float:
 
 def _kept(case: Case, layer: Layer) -> float:
     """Bytes a token that a layer keeps for its backward pass."""
+    stream = stream_bytes(case) / case.stream_parts
     if case.remat == "layer":
-        return stream_bytes(case)
-    return stream_bytes(case) + (1 if case.remat == "products" else 2) * _made(case, layer)
+        return stream
+    return stream + (1 if case.remat == "products" else 2) * _made(case, layer)
 
 
 def _made(case: Case, layer: Layer) -> float:
@@ -139,11 +140,11 @@ def _made(case: Case, layer: Layer) -> float:
     total = 0.0
     for path, spec in flat_specs(case.arch, layer).items():
         routed = path[:2] == ("mlp", "experts")
-        if path[-1] != "kernel" and not routed:
+        if (path[-1] != "kernel" and not routed) or (routed and case.layout.devices > 1):  # `_exchange`
             continue
         inward = spec.axes[-1] in ("embed", "latent_mlp")
         copies = layer.mlp.top_k if routed and isinstance(layer.mlp, Experts) else 1
-        total += copies * spec.shape[-1] / (1 if inward or routed else case.layout.tp)
+        total += copies * spec.shape[-1] / (1 if routed else case.stream_parts if inward else case.layout.tp)
     return total * case.itemsize
 
 
@@ -155,12 +156,13 @@ def _scores(case: Case, layer: Layer, accelerator: bool) -> float:
 
 
 def _exchange(case: Case, layer: Layer) -> float:
-    """`rlx.parallel.expert`: a block for each device, large enough for all that this one could send there."""
+    """`rlx.parallel.expert`, which keeps nothing for the backward pass: a block for each device, large enough for all
+    that this one could send there."""
     feed, layout = layer.mlp, case.layout
-    if not isinstance(feed, Experts) or layout.ep == 1:
+    if not isinstance(feed, Experts) or layout.devices == 1:
         return 0.0
     tokens = _tokens(case) / layout.tp
-    rows = layout.ep * tokens * min(feed.top_k, feed.count // layout.ep)
+    rows = tokens * (layout.ep * min(feed.top_k, feed.count // layout.ep) if layout.ep > 1 else feed.top_k)
     return rows * ((feed.latent or case.arch.hidden_size) + 2 * feed.width) * case.itemsize
 
 

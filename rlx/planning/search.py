@@ -217,7 +217,7 @@ def _shorter_rows(config: Config, tokens: int) -> Keys:
 
 def _layouts(case: Case) -> Iterator[Keys]:
     """Of as many devices. With more dp ZeRO cuts weights and optimizer further."""
-    for layout in nearest(case.layout, sizes_of(case.arch, case.tokens, 0), LAYOUTS):
+    for layout in nearest(case.layout, dataclasses.replace(case.sizes, rows=0, rounds=1), LAYOUTS):
         if layout != case.layout:
             yield _laid_out(case, layout)
 

@@ -5,10 +5,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.parallel.layout import AXES, Divisible, Layout, LayoutError, check, nearest, parse_layout, unsupported_reason
+from rlx.parallel.layout import (
+    AXES,
+    Divisible,
+    Layout,
+    LayoutError,
+    check,
+    nearest,
+    parse_layout,
+    row_parts,
+    unsupported_reason,
+)
 
 DENSE = Divisible(heads=8, kv_heads=2, mlp=128, vocab=384, periods=6, row_tokens=96, rows=8)
 MOE = dataclasses.replace(DENSE, experts=8)
+OVER_TP = dataclasses.replace(DENSE, row_tokens=100, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("text", ["TP4 PP3 CP2 DP1 EP8", "tp4,pp3,cp2,dp1,ep8", "EP8, CP=2 PP3  TP4"])
@@ -71,12 +82,25 @@ def test_experts_are_spread_over_a_view_of_the_mesh(text, axes):
             "4 rows of a micro-batch on each of DP2 .* groups of PP3, .*; learner.micro_batch_rows = 12 would do",
         ),
         ("CP5", DENSE, "CP5 cuts rows into 10 parts, which do not divide 96 tokens; learner.row_tokens = 100 would do"),
+        (
+            "TP8",
+            OVER_TP,
+            r"TP8 CP1 with cluster.sequence_parallel .* 8 parts, .* 100 tokens; .*row_tokens = 104 would do",
+        ),
+        ("TP8 CP2", OVER_TP, "into 16 parts, .* = 112 would do, or cluster.sequence_parallel = False"),
         ("DP16", DENSE, "DP16 does not divide the 8 rows of a micro-batch; learner.micro_batch_rows = 16 would do"),
     ],
 )
 def test_sizes_that_a_layout_does_not_divide_are_named(text, sizes, message):
     with pytest.raises(LayoutError, match=message):
         check(parse_layout(text), sizes)
+
+
+def test_tokens_are_cut_into_no_more_parts_than_needed():
+    """The two parts of zig-zag order are an even TP's own; of an odd one they are further ones."""
+    wanted = {"TP1": 1, "TP3": 3, "CP2": 4, "TP3 CP2": 12, "TP4 CP2": 8}
+    assert {text: row_parts(parse_layout(text), sequence_parallel=True) for text in wanted} == wanted
+    assert row_parts(parse_layout("TP4 CP2")) == 4
 
 
 def test_a_refusal_names_the_nearest_layouts_that_work():

@@ -164,14 +164,14 @@ def _merged(params: Params, adapter: Params, scale: float) -> dict[tuple[str, ..
     return merged_kernels(params, adapter, scale)
 
 
-def policy_params(config: Config, model: Model, trainable: Params) -> Params:
-    """The parameters that an engine serves: the adapter merged in, in the model's dtype; where the model's are."""
 # One program: leaf by leaf a copy compiles for each shape.
 @partial(jax.jit, static_argnums=1)
 def _copied(params: Params, dtype: str) -> Params:
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
 
 
+def policy_params(config: Config, model: Model, trainable: Params) -> Params:
+    """The parameters that an engine serves: the adapter merged in, in the model's dtype; where the model's are."""
     if config.lora.rank:
         touched = traverse_util.unflatten_dict(kernels(model.params, trainable))
         return replaced(model.params, _merged(touched, trainable, adapter_scale(config.lora)))

@@ -16,21 +16,23 @@ from rlx.models.hf_config import read_config
 from rlx.parallel.layout import Layout, LayoutError, parse_layout
 from rlx.verify_layout import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, judged
 
-EIGHT = ("TP1 PP1 CP2 DP4", "TP2 PP2 CP2", "PP4 DP2")
+EIGHT = ("TP1 PP1 CP2 DP4", "TP2 PP2 CP2", "PP4 DP2", "DP8 EP8", "TP2 DP2 CP2 EP4")
+LAYOUTS = ("TP4 PP3 CP2 DP1 EP8", *EIGHT, "TP8", "CP4 TP2", "PP2 DP2 TP2 EP2")
+# Dense in all of them, the others in two each: their programs take ten times as long to compile.
 OFTEN = [
-    *(("dense", layout, rank) for layout, rank in zip(("TP4 PP3 CP2 DP1", *EIGHT), (4, 0, 4, 0), strict=True)),
-    ("dense", "CP4 TP2", 0),
+    *(("dense", layout, 4 * (number % 2)) for number, layout in enumerate(LAYOUTS)),
     ("moe", "DP8 EP8", 4),
-    ("hybrid", "CP2 DP4", 0),
+    ("moe", "PP2 DP2 TP2 EP2", 0),
+    ("hybrid", "TP1 PP1 CP2 DP4", 0),
+    ("hybrid", "PP4 DP2", 4),
     ("mla", "TP2 DP2 CP2 EP4", 4),
+    ("mla", "TP2 PP2 CP2", 0),
+    ("k3", "TP4 PP3 CP2 DP1 EP8", 4),
+    ("k3", "TP2 DP2 CP2 EP4", 4),
 ]
 KINDS = ("dense", "moe", "hybrid", "mla", "k3")
 ALL = [
-    (kind, layout, rank)
-    for kind in KINDS
-    for layout in ("TP4 PP3 CP2 DP1 EP8", *EIGHT, "DP8 EP8", "TP2 DP2 CP2 EP4", "TP8", "CP4 TP2", "PP2 DP2 TP2 EP2")
-    for rank in (0, 4)
-    if (kind, layout, rank) not in OFTEN
+    (kind, layout, rank) for kind in KINDS for layout in LAYOUTS for rank in (0, 4) if (kind, layout, rank) not in OFTEN
 ]
 
 

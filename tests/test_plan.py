@@ -18,7 +18,7 @@ from rlx.distillation.frozen import Frozen
 from rlx.models.description import DeltaNet
 from rlx.models.hf_config import read_config
 from rlx.models.spec import layer_specs, param_specs
-from rlx.parallel.layout import Layout, unsupported_reason
+from rlx.parallel.layout import Layout, parse_layout, unsupported_reason
 from rlx.planning import engine, scoring
 from rlx.planning.case import Case, case_of, dealt, groups, numbers_here
 from rlx.planning.costs import _shown, costs, flops_of_token
@@ -272,13 +272,31 @@ def test_a_layout_that_cannot_be_is_refused_with_those_that_can(capsys):
 
 @pytest.mark.slow
 def test_arguments_and_temporaries_are_those_of_the_compiled_update():
-    """On virtual devices of a process of its own; the same layouts are printed by bench/plan_memory.py."""
-    words = [sys.executable, "bench/plan_memory.py", "--json", "--layouts=TP4;CP2;DP8;PP2"]
+    """The same layouts are among those that bench/plan_memory.py prints."""
+    assert len(beside_the_compiled("--layouts=TP4;CP2;DP8;PP2")) == 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [[], ["--sequence-parallel", "--layouts=TP2;TP4;TP8"]])
+def test_every_axis_scales_as_planned(words):
+    """1, 2, 4 and 8 devices on each axis; none of the layouts is one that the plan was fitted to."""
+    rows = beside_the_compiled(*words)
+    found = {(row["kind"], row["layout"]): row["temporaries"] for row in rows}
+    assert len(found) == (3 if words else 17)
+    if not words:
+        for axis in ("TP", "PP", "CP", "DP"):
+            assert found["dense", str(parse_layout(f"{axis}8"))] < found["dense", str(Layout())] / 4
+
+
+def beside_the_compiled(*words: str) -> list[dict]:
+    """What bench/plan_memory.py says, on virtual devices of a process of its own; refused where a plan is far off."""
+    command = [sys.executable, "bench/plan_memory.py", "--json", *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "Involuntary full rematerialization" not in done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 4
     for row in rows:
         assert abs(row["planned_arguments"] / row["arguments"] - 1) <= 0.02, row
         assert abs(row["planned_outputs"] / row["outputs"] - 1) <= 0.02, row
         assert abs(row["planned_temporaries"] / row["temporaries"] - 1) <= 0.3, row
+    return rows

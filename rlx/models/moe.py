@@ -197,7 +197,9 @@ def _exchanged(
     def compute(trees: tuple[Params, Params], rows: Array, sizes: Array) -> Array:
         return _through(experts, Weights(*trees, weights.scale), rows, sizes)
 
-    return expert.run(placement, compute, trees, cut, x, wanted, gains, experts.count)
+    # Said on both sides, or the shared expert's products would be cut over tokens too, as the exchange is.
+    y, dropped = expert.run(placement, compute, trees, cut, placement.stream(x), wanted, gains, experts.count)
+    return placement.stream(y), dropped
 
 
 def joined(routing: Routing) -> Routing:

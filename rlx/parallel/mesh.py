@@ -1,7 +1,8 @@
 """The one mesh, and what is said of arrays on it.
 
 Axis types are Auto: XLA's partitioner carries shardings from parameters and batches through the program, so that the
-model's code knows no layout; only pipelines and expert exchange are written by hand (`pipeline`, `expert`).
+model's code knows no layout. What it would do badly is written by hand: pipelines (`pipeline`), the exchange of experts
+(`expert`), attention and recurrences (`rlx.models.sharded_attention`, `sharded_recurrence`).
 """
 
 from __future__ import annotations

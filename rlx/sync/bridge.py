@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlx.models.hf_names import hf_tensors
@@ -73,7 +75,8 @@ class Bridge:
         self.staging, self.transport, self.check, self.keep = staging, transport, check, keep
         self.stage_seconds = 0.0  # of the last `prepare`
         self._links: list[Link] = []
-        self._staging, self._hashing, self._tidying = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._staging, self._hashing = asyncio.Lock(), asyncio.Lock()
+        self._pruning = threading.Lock()  # held by threads, which go on when who waits for them is cancelled
         self._hashed: tuple[Staged, str, Mapping[str, str]] | None = None  # checksums of the last version by device
         self._staged: tuple[Staged, Leaves] | None = None
 
@@ -113,18 +116,18 @@ class Bridge:
     async def close(self) -> None:
         """Engines keep what they have loaded; the staged versions are removed."""
         await asyncio.gather(*(link.transport.forget() for link in self._links))
-        async with self._tidying:
-            await asyncio.to_thread(prune, self.staging.directory, set(), 0)
+        await asyncio.to_thread(self._prune, set(), 0)
 
     async def tidy(self) -> None:
         """Remove what no engine needs. While one has not loaded yet, it may serve any of them: nothing is removed."""
-        async with self._tidying:  # every link asks for it, and two would remove one directory
-            if all(link.served is not None or link.loading is not None for link in self._links):
-                in_use = [
-                    staged for link in self._links for staged in (link.served, link.loading) if staged is not None
-                ]
-                in_use += [self._staged[0]] if self._staged else []  # what is published next
-                await asyncio.to_thread(prune, self.staging.directory, {staged.path for staged in in_use}, self.keep)
+        if all(link.served is not None or link.loading is not None for link in self._links):
+            in_use = [staged for link in self._links for staged in (link.served, link.loading) if staged is not None]
+            in_use += [self._staged[0]] if self._staged else []  # what is published next
+            await asyncio.to_thread(self._prune, {staged.path for staged in in_use}, self.keep)
+
+    def _prune(self, needed: set[Path], keep: int) -> None:
+        with self._pruning:  # every link asks for it, and two would remove one directory
+            prune(self.staging.directory, needed, keep)
 
 
 class Link:

@@ -90,6 +90,11 @@ def test_every_parameter_and_a_cold_start_on_a_mesh(recipe):
             {"cluster__trainer_layout": "DP2", "cluster__context_parallel": "ring"},
             r"context_parallel = 'ring': TP1 PP1 CP1 DP2 EP1 .* set it to 'gather', or CP to 2 or more",
         ),
+        ({"cluster__pipeline_rounds": 2}, "pipeline_rounds = 2: one device has no pipeline .* set it to 1"),
+        (
+            {"cluster__trainer_layout": "PP2", "cluster__pipeline_rounds": 2},
+            r"pipeline_rounds = 2 makes 4 blocks of 2 repeats of the layer pattern for PP2: .* set it to 1",
+        ),
         ({"cluster__trainer_layout": "TP4 PP2 CP4 DP1"}, "needs 32 devices and .* JAX_NUM_CPU_DEVICES=32"),
         ({"cluster__trainer_nodes": 2}, r"trainer_nodes = 2: config.cluster.trainer_layout must say"),
         ({"cluster__engines": 4}, r"engines = 4\), which this program does not start; .*inference.addresses"),

@@ -161,10 +161,11 @@ def repeats_here(case: Case, group: tuple[Slot, ...]) -> int:
 
 
 class Dealt(NamedTuple):
-    """Of the blocks that stages hold of a group of layers, on one device in a call of the program."""
+    """Bytes of a group of layers' weights and adapter, and of the gradients of what is trained, on one device in a call
+    of the program."""
 
-    copied: float  # bytes of weights and adapter, put into the order of the schedule
-    sent: float  # bytes of weights to other stages, and of the trained ones' gradients back
+    copied: float  # put into the order of the blocks that stages hold, gradients in that order
+    sent: float  # weights to other stages, gradients back
 
 
 def dealt(case: Case, group: tuple[Slot, ...]) -> Dealt:
@@ -177,9 +178,11 @@ def dealt(case: Case, group: tuple[Slot, ...]) -> Dealt:
         sum(numbers_here(specs.get(slot.name, {}), case.arch, case.layout) for slot in group)
         for specs in (param_specs(case.arch)["layers"], trained(case) if case.config.lora.rank else {})
     )
-    copied = weights * case.itemsize + adapter * jnp.dtype(jnp.float32).itemsize
-    back = copied - weights * case.itemsize if case.config.lora.rank else copied
-    return Dealt(copied, share * (copied + back))
+    if case.config.lora.rank:
+        copied = weights * case.itemsize + 2 * adapter * jnp.dtype(jnp.float32).itemsize
+    else:
+        copied = 2 * weights * case.itemsize
+    return Dealt(copied, share * copied)
 
 
 def groups(case: Case) -> list[tuple[Slot, ...]]:

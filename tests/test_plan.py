@@ -258,6 +258,19 @@ def test_linear_attention_over_cp_exchanges_states_and_computes_twice():
     assert two == 2 * four
 
 
+def test_scores_of_long_rows_are_those_of_a_block():
+    """And a ring's keys and values are those of a device's own tokens."""
+    short, long, longer = (temporaries(case("tiny_dense.py", "CP2", tokens=n)) for n in (1024, 8192, 16384))
+    assert short.scores == temporaries(case("tiny_dense.py", "CP2", tokens=512)).scores * 4
+    assert long.scores == longer.scores == 2 * short.scores
+    assert longer.heads == 2 * long.heads
+    assert short.heads == 0
+    ring = temporaries(case("tiny_dense.py", "CP2", "--config.cluster.context_parallel=ring", tokens=8192))
+    asked = temporaries(case("tiny_dense.py", "CP2", "--config.model.attention_block=256", tokens=8192))
+    assert ring.heads < long.heads
+    assert asked.scores == long.scores / 16
+
+
 def test_caches_of_engines_by_hand():
     found = engine.cache(read_config("configs/architectures/qwen3_6_35b_a3b"), "bfloat16")
     assert found.token == 10 * 2 * 2 * 256 * 2

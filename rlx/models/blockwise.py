@@ -194,8 +194,8 @@ def seeing(queries: Ids, x: Float[Array, "rows t heads d"]) -> Float[Array, "row
 
 
 def _kept_inside(query: Array, queries: Ids, keys: Ids) -> tuple[Array, Ids, Ids]:
-    """The same. Of a scan over layers jax works out beforehand what no layer changes, and would keep every block's mask,
-    [t, t] of them, if these did not seem to depend on the layer."""
+    """The same. What no layer of a loop changes jax works out before it: all blocks' masks, [t, t] as a whole, if they
+    did not seem to depend on the layer."""
     return jax.lax.optimization_barrier((query, queries, keys))
 
 

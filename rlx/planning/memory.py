@@ -76,6 +76,7 @@ class Temporaries(NamedTuple):
     kept: float  # of the forward pass, for the backward pass: what `remat` leaves
     layer: float  # what one layer makes of its tokens, recomputed and differentiated
     scores: float  # of one attention layer: float32, queries x keys that exist at once, of a row or of blocks
+    heads: float  # queries, keys, values and results of one attention layer that goes by blocks, float32
     exchange: float  # blocks of tokens on their way to experts
     recurrent: float  # queries, keys, values and decays of one delta rule layer, float32
     logits: float  # one tile of the output head, float32
@@ -94,6 +95,7 @@ def temporaries(case: Case, accelerator: bool = True) -> Temporaries:
         kept=kept_bytes(case),
         layer=max(_made(case, layer) for layer in layers) * _tokens(case),
         scores=max(_scores(case, layer, accelerator) for layer in layers),
+        heads=max(_heads(case, layer, accelerator) for layer in layers),
         exchange=max(_exchange(case, layer) for layer in layers),
         recurrent=max(_recurrent(case, layer) for layer in layers),
         logits=_tile(case, accelerator),
@@ -153,6 +155,22 @@ def _scores(case: Case, layer: Layer, accelerator: bool) -> float:
         return 0.0
     at_once = case.attention_block(accelerator) ** 2 or case.tokens_here * case.tokens
     return case.rows_here * layer.mixer.heads / case.layout.tp * at_once * WIDE
+
+
+def _heads(case: Case, layer: Layer, accelerator: bool) -> float:
+    """Where scores are held whole, all of this is little next to them."""
+    mixer, tp = layer.mixer, case.layout.tp
+    if not case.attention_block(accelerator):
+        return 0.0
+    match mixer:
+        case Attention():
+            key_heads, width = max(mixer.kv_heads / tp, 1), 2 * mixer.head_dim
+        case LatentAttention():
+            key_heads, width = mixer.heads / tp, mixer.nope_dim + mixer.rope_dim + mixer.value_dim
+        case _:
+            return 0.0
+    seen = case.tokens_here if case.ring else case.tokens
+    return case.rows_here * (case.tokens_here * mixer.heads / tp + seen * key_heads) * width * WIDE
 
 
 def _exchange(case: Case, layer: Layer) -> float:

@@ -13,7 +13,7 @@ def use_compilation_cache(directory: str) -> None:
     """Keep compiled programs in `directory` between runs; "" leaves jax as it is."""
     if directory:
         jax.config.update("jax_compilation_cache_dir", os.path.abspath(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 

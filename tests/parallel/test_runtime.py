@@ -24,7 +24,7 @@ def cache_settings():
 def test_a_compilation_cache_is_kept_at_an_absolute_path(cache_settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runtime.use_compilation_cache("cache/jax")
-    assert cache_settings() == [str(tmp_path / "cache" / "jax"), 0.5, 0]
+    assert cache_settings() == [str(tmp_path / "cache" / "jax"), 0.05, 0]
 
 
 def test_no_directory_leaves_jax_as_it_is(cache_settings):

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a row; long ones attend by blocks")
     parser.add_argument("--ring", action="store_true", help="keys and values go round over CP")
     parser.add_argument("--layouts", help="separated by ;, in place of the table's")
-    parser.add_argument("--sequence-parallel", action="store_true", help="tokens lie over TP too between products")
+    parser.add_argument("--whole-streams", action="store_true", help="cluster.sequence_parallel = False")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -130,7 +130,7 @@ def main() -> None:
     else:
         show = as_json if given.json else table
         keys = ("--config.cluster.context_parallel=ring",) if given.ring else ()
-        keys += ("--config.cluster.sequence_parallel=True",) if given.sequence_parallel else ()
+        keys += ("--config.cluster.sequence_parallel=False",) if given.whole_streams else ()
         asked = [(given.kind, layout) for layout in given.layouts.split(";")] if given.layouts else AXES
         show([case(kind, given.rank, given.remat, layout, given.tokens, keys) for kind, layout in asked])
 

@@ -303,7 +303,7 @@ def get_config() -> ConfigDict:
     c.cluster.pipeline_rounds = 1  # blocks of layers a stage of PP; above 1 = circular: less waiting, weights move
     c.cluster.context_parallel = "gather"  # gather | ring: keys and values of a row are gathered over cp | go round it,
     #                                        so that a device has those of its own tokens and as many under way
-    c.cluster.sequence_parallel = False  # between layers' products each device of a TP group has a part of the tokens
+    c.cluster.sequence_parallel = True  # between layers' products each device of a TP group has a part of the tokens
     c.cluster.engines = 0  # 0 = as engine.kind and inference.count say
     c.cluster.engine_layout = ""  # of one engine, "TP16 EP16 DP2", "" = one GPU
 

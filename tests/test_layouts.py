@@ -52,14 +52,14 @@ ATTENTION_ALL = [
     if (kind, layout, rank, keys) not in ATTENTION
 ]
 
-OVER_TP = ("cluster.sequence_parallel=True",)
-SEQUENCE = [("dense", "TP2 PP2 CP2", 4), ("moe", "TP2 DP2 CP2 EP4", 4)]
-SEQUENCE_ALL = [
+WHOLE = ("cluster.sequence_parallel=False",)
+REPLICATED = [("dense", "TP2 PP2 CP2", 4), ("moe", "TP2 DP2 CP2 EP4", 4)]
+REPLICATED_ALL = [
     (kind, layout, rank)
     for kind in KINDS
     for layout in ("TP4 PP3 CP2 DP1 EP8", "TP2 PP2 CP2", "TP8", "PP2 DP2 TP2 EP2", "TP2 DP2 CP2 EP4")
     for rank in (0, 4)
-    if (kind, layout, rank) not in SEQUENCE
+    if (kind, layout, rank) not in REPLICATED
 ]
 
 CIRCULAR = [("k3", "PP2 CP2 TP2", 4), ("k3", "PP2 DP2", 0), ("hybrid", "PP2 CP2", 0), ("moe", "PP2 DP2 EP2", 4)]
@@ -109,15 +109,15 @@ def test_every_ring_computes_what_one_device_does(kind, layout, rank, keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, layout, rank", SEQUENCE)
-def test_tokens_over_tp_compute_what_one_device_does(kind, layout, rank):
-    assert_same(*compared(kind, layout, rank, keys=OVER_TP))
+@pytest.mark.parametrize("kind, layout, rank", REPLICATED)
+def test_streams_whole_over_tp_compute_what_one_device_does(kind, layout, rank):
+    assert_same(*compared(kind, layout, rank, keys=WHOLE))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind, layout, rank", SEQUENCE_ALL)
-def test_tokens_over_tp_compute_what_one_device_does_in_every_layout(kind, layout, rank):
-    assert_same(*compared(kind, layout, rank, keys=OVER_TP))
+@pytest.mark.parametrize("kind, layout, rank", REPLICATED_ALL)
+def test_every_layout_with_streams_whole_over_tp(kind, layout, rank):
+    assert_same(*compared(kind, layout, rank, keys=WHOLE))
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ def test_arguments_and_temporaries_are_those_of_the_compiled_update():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("words", [[], ["--sequence-parallel", "--layouts=TP2;TP4;TP8"]])
+@pytest.mark.parametrize("words", [[], ["--whole-streams", "--layouts=TP2;TP4;TP8"]])
 def test_every_axis_scales_as_planned(words):
     """1, 2, 4 and 8 devices on each axis; none of the layouts is one that the plan was fitted to."""
     rows = beside_the_compiled(*words)

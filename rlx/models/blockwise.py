@@ -125,10 +125,10 @@ def pull(
         query, ids, *rest = x
         numbered = (jnp.arange(len(over_keys[0])), *over_keys)
         step = partial(_pulled, blocks.window, query, ids, *rest)
-        (d_query, *held), _ = jax.lax.scan(step, (zeros(query), *held), numbered)
-        return (held[0], held[1]), d_query
+        (d_query, d_key, d_value), _ = jax.lax.scan(step, (zeros(query), *held), numbered)
+        return (d_key, d_value), d_query
 
-    start = tuple(zeros(x) for x in over_keys[:2])
+    start = zeros(over_keys[0]), zeros(over_keys[1])
     given = (cut(query), _cut_ids(blocks.size, queries), cut(d_out), cut(shared), cut(sums))
     (d_key, d_value), d_query = jax.lax.scan(of_queries, start, given)
     d_query, d_key, d_value = (_joined(d, x.shape[1]) for d, x in ((d_query, query), (d_key, key), (d_value, value)))

@@ -190,8 +190,8 @@ def test_changes_that_are_named_are_accepted_when_they_are_made(capsys):
         "engine.context",
         "engine.kind",
     ]
-    long = ["--config.engine.slots=1", "--config.engine.prefill_rows=1", "--config.learner.row_tokens=65536"]
-    long += ["--config.producer.train_token_limit=65536", "--config.plan.sequence_tokens=40000"]
+    long = ["--config.engine.slots=1", "--config.engine.prefill_rows=1", "--config.learner.row_tokens=1048576"]
+    long += ["--config.producer.train_token_limit=1048576", "--config.plan.sequence_tokens=600000"]
     longer = planned(capsys, *words, *long)
     assert longer["changes"][0]["keys"].keys() >= {"learner.row_tokens", "producer.train_token_limit"}
     for options, change in [*((words, c) for c in large["changes"]), *((words + long, c) for c in longer["changes"])]:

@@ -129,7 +129,7 @@ def main() -> None:
         fit([case(*each) for each in FIT])
     else:
         show = as_json if given.json else table
-        keys = ("--config.cluster.context_parallel=ring",) if given.ring else ()
+        keys: tuple[str, ...] = ("--config.cluster.context_parallel=ring",) if given.ring else ()
         keys += ("--config.cluster.sequence_parallel=False",) if given.whole_streams else ()
         asked = [(given.kind, layout) for layout in given.layouts.split(";")] if given.layouts else AXES
         show([case(kind, given.rank, given.remat, layout, given.tokens, keys) for kind, layout in asked])

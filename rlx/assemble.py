@@ -25,14 +25,14 @@ from rlx.learner.state import LearnerState, init_state, make_optimizer, state_sh
 from rlx.learner.step import Batch, MicroBatch, StepConfig
 from rlx.models import files, hf
 from rlx.models.lora import adapter_scale, adapter_specs, kernels, merged_kernels, replaced
-from rlx.models.placed import shardings, sizes_of, training
+from rlx.models.placed import placement_of, shardings, sizes_of, training
 from rlx.models.sampler import routes_shape
 from rlx.models.sharded import load_sharded
 from rlx.models.spec import Architecture, Params, ParamSpec, param_specs
 from rlx.models.transformer import Remat, kept_bytes, prefix_sharing_unsupported_reason
 from rlx.parallel.gather import Gather
-from rlx.parallel.layout import Layout, LayoutError, check, micro_batches, parse_layout
-from rlx.parallel.mesh import Placement, make_mesh
+from rlx.parallel.layout import Layout, LayoutError, check, parse_layout
+from rlx.parallel.mesh import Placement
 from rlx.rollout.collect import Sampling
 from rlx.rollout.local import LocalEngine
 from rlx.types import Task
@@ -131,12 +131,10 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
     text, learner = config.cluster.trainer_layout, config.learner
     try:
         layout = parse_layout(text) if text else Layout()
-        rounds, over_tp = config.cluster.pipeline_rounds, config.cluster.sequence_parallel
-        sizes = sizes_of(arch, learner.row_tokens, learner.micro_batch_rows, rounds, sequence_parallel=over_tp)
-        check(layout, sizes)
+        check(layout, sizes_of(arch, learner.row_tokens, learner.micro_batch_rows, config.cluster))
         if layout.devices == 1 and jax.process_count() == 1:
             return None
-        mesh = make_mesh(layout)
+        placement = placement_of(config.cluster, layout, learner.micro_batch_rows)
         if jax.process_count() > 1 and layout.devices != jax.device_count():
             raise LayoutError(
                 f"the processes have {jax.device_count()} devices together, {layout} is for {layout.devices}"
@@ -148,14 +146,6 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
             f"config.model.replay_routes = True: a pipeline, PP{layout.pp} of config.cluster.trainer_layout, cannot "
             "replay an engine's choices; set it to False or PP to 1"
         )
-    ring = config.cluster.context_parallel == "ring"
-    if ring and layout.cp == 1:
-        raise ConfigError(
-            f"config.cluster.context_parallel = 'ring': {layout} of config.cluster.trainer_layout leaves a row's "
-            "tokens on one device; set it to 'gather', or CP to 2 or more"
-        )
-    parts = micro_batches(layout, learner.micro_batch_rows)
-    placement = Placement(mesh, layout, parts, rounds=rounds, ring=ring, sequence_parallel=over_tp)
     return training(placement, trained_specs(config, arch), arch)
 
 

@@ -24,11 +24,11 @@ from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import MicroBatch, StepConfig, Total, apply, slice_gradient
 from rlx.models.description import Architecture, Params, ParamSpec
 from rlx.models.lora import adapter_specs
-from rlx.models.placed import place, sizes_of, training
+from rlx.models.placed import place, placement_of, sizes_of, training
 from rlx.models.spec import param_specs
 from rlx.models.transformer import prefix_sharing_unsupported_reason
-from rlx.parallel.layout import Layout, check, micro_batches, row_parts
-from rlx.parallel.mesh import Placement, make_mesh
+from rlx.parallel.layout import Layout, check, row_parts
+from rlx.parallel.mesh import Placement
 from rlx.planning import scoring
 from rlx.planning.case import case_of
 from rlx.types import TopK
@@ -88,22 +88,19 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     Raises:
       LayoutError: where the model, or a batch, does not allow the layout.
     """
-    rounds, over_tp = config.cluster.pipeline_rounds, config.cluster.sequence_parallel
-    rows, tokens = batch_shape(layout, rounds, over_tp)
-    check(layout, sizes_of(arch, tokens, rows, rounds, sequence_parallel=over_tp))
+    cluster = config.cluster
+    rows, tokens = batch_shape(layout, cluster.pipeline_rounds, cluster.sequence_parallel)
+    check(layout, sizes_of(arch, tokens, rows, cluster))
     case = make_case(config, arch, rows, tokens, dtype)
     single = run(case, None)
-    ring = config.cluster.context_parallel == "ring"
-    parts = micro_batches(layout, rows)
-    placement = Placement(make_mesh(layout), layout, parts, rounds=rounds, ring=ring, sequence_parallel=over_tp)
-    spread = difference(layout, single, run(case, placement))
+    spread = difference(layout, single, run(case, placement_of(cluster, layout, rows)))
     if dtype == "float64":
         return spread, None
     exact = run(make_case(config, arch, rows, tokens, "float64"), None)
     return spread, difference(Layout(), exact, single)
 
 
-def batch_shape(layout: Layout, rounds: int = 1, over_tp: bool = False) -> tuple[int, int]:
+def batch_shape(layout: Layout, rounds: int, over_tp: bool) -> tuple[int, int]:
     """(rows, tokens a row) that the layout divides."""
     parts = math.lcm(2, row_parts(layout, over_tp))
     group = layout.pp if rounds > 1 else 1  # goes round together

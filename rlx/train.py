@@ -37,8 +37,8 @@ from rlx.learner.step import update
 from rlx.metrics.ledger import failed
 from rlx.metrics.rollout import grading_outcomes, grading_scalars, rollout_scalars
 from rlx.metrics.sample_page import write_page
+from rlx.models.placed import bubble
 from rlx.parallel import runtime
-from rlx.parallel.layout import bubble
 from rlx.processes import ALONE, Follower, Peers, joined
 from rlx.recorder import Scores
 from rlx.rollout.buffer import Batch
@@ -357,7 +357,7 @@ def batch_scalars(run: Run, samples: Sequence[Sample], packed: PackedBatch) -> d
         "batch/shared_fraction": packed.shared_fraction,
     }
     if placement is not None and placement.layout.pp > 1:
-        scalars["batch/bubble"] = bubble(placement.layout, placement.micro_batches, placement.rounds)
+        scalars["batch/bubble"] = bubble(run.step.arch, placement.layout, placement.micro_batches, placement.rounds)
     return scalars
 
 

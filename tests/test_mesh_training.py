@@ -88,12 +88,13 @@ def test_every_parameter_and_a_cold_start_on_a_mesh(recipe):
         ({"cluster__trainer_layout": "QP4"}, r"trainer_layout = 'QP4': .*'QP4' is none of TPn"),
         (
             {"cluster__trainer_layout": "DP2", "cluster__context_parallel": "ring"},
-            r"context_parallel = 'ring': TP1 PP1 CP1 DP2 EP1 .* set it to 'gather', or CP to 2 or more",
+            r"'DP2': .*context_parallel = 'ring' with CP1, .* set it to 'gather'; .* work: .*CP2",
         ),
-        ({"cluster__pipeline_rounds": 2}, "pipeline_rounds = 2: one device has no pipeline .* set it to 1"),
+        ({"cluster__context_parallel": "ring"}, r"layout = '': .*context_parallel = 'ring' with CP1, .* to 'gather'"),
+        ({"cluster__pipeline_rounds": 2}, r"layout = '': .*pipeline_rounds = 2 without a pipeline, PP1: set it to 1"),
         (
             {"cluster__trainer_layout": "PP2", "cluster__pipeline_rounds": 2},
-            r"pipeline_rounds = 2 makes 4 blocks of 2 repeats of the layer pattern for PP2: .* set it to 1",
+            r"pipeline_rounds = 2 makes 4 blocks of 2 repeats of the layer pattern for PP2, 2 .* set it to 1",
         ),
         ({"cluster__trainer_layout": "TP4 PP2 CP4 DP1"}, "needs 32 devices and .* JAX_NUM_CPU_DEVICES=32"),
         ({"cluster__trainer_nodes": 2}, r"trainer_nodes = 2: config.cluster.trainer_layout must say"),

@@ -8,7 +8,7 @@ from rlx.config.schema import Config
 def cluster_problems(config: Config) -> list[str]:
     """What is there to be planned, compared and simulated, and is not run."""
     several = config.cluster.trainer_nodes > 1
-    return [*_engines(config), *_rounds(config), *(_processes(config) if several else [])]
+    return [*_engines(config), *(_processes(config) if several else [])]
 
 
 def _engines(config: Config) -> list[str]:
@@ -25,16 +25,6 @@ def _engines(config: Config) -> list[str]:
         f"config.cluster: engines on machines of their own are planned ({shown}), which this program does not start; "
         "`rlx diff`, `rlx plan` and `rlx simulate` read them. To train give engine.kind = 'sglang' and "
         "inference.addresses of servers that run there, or start from configs/base.py"
-    ]
-
-
-def _rounds(config: Config) -> list[str]:
-    rounds = config.cluster.pipeline_rounds
-    if rounds <= 1 or config.cluster.trainer_layout:
-        return []
-    return [
-        f"config.cluster.pipeline_rounds = {rounds}: one device has no pipeline to go round in; set it to 1, or "
-        "config.cluster.trainer_layout to a layout with PP above 1"
     ]
 
 

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from rlx.config.cluster import ClusterConfig
 from rlx.models.description import (
     Architecture,
     Attention,
@@ -20,17 +21,15 @@ from rlx.models.description import (
     ParamSpec,
 )
 from rlx.models.kinds import recurrent
-from rlx.parallel.layout import Divisible, Layout
-from rlx.parallel.mesh import Partitions, Placement
+from rlx.parallel.layout import Divisible, Layout, micro_batches, rounds_of, ticks
+from rlx.parallel.mesh import Partitions, Placement, make_mesh
 from rlx.parallel.rules import partition
 
 
-def sizes_of(
-    arch: Architecture, row_tokens: int = 0, rows: int = 0, rounds: int = 1, *, sequence_parallel: bool = False
-) -> Divisible:
+def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0, cluster: ClusterConfig | None = None) -> Divisible:
     """What a layout must divide. Sizes that differ between layers are their greatest common divisor.
 
-    row_tokens, rows: of a micro-batch, 0 = not known. rounds: of a pipeline, 1 = blocks do not go round.
+    row_tokens, rows: of a micro-batch, 0 = not known. cluster: what else a layout must allow, None = nothing.
     """
     mixers, feeds = [layer.mixer for layer in arch.layers], [layer.mlp for layer in arch.layers]
     attending = [m for m in mixers if isinstance(m, Attention | LatentAttention)]
@@ -49,9 +48,41 @@ def sizes_of(
         recurrent_heads=math.gcd(*deltas) if deltas else 0,
         row_tokens=row_tokens,
         rows=rows,
-        rounds=rounds,
-        sequence_parallel=sequence_parallel,
+        rounds=1 if cluster is None else cluster.pipeline_rounds,
+        ring=cluster is not None and cluster.context_parallel == "ring",
+        sequence_parallel=cluster is not None and cluster.sequence_parallel,
     )
+
+
+def placement_of(cluster: ClusterConfig, layout: Layout, rows: int) -> Placement:
+    """The mesh of a layout for micro-batches of so many rows, whatever layout `cluster` itself names.
+
+    Raises:
+      LayoutError: where there are fewer devices than the layout needs.
+    """
+    return Placement(
+        make_mesh(layout),
+        layout,
+        micro_batches(layout, rows),
+        rounds=cluster.pipeline_rounds,
+        ring=cluster.context_parallel == "ring",
+        sequence_parallel=cluster.sequence_parallel,
+    )
+
+
+def bubble(arch: Architecture, layout: Layout, parts: int, rounds: int) -> float:
+    """Share of a pipeline's time that a stage waits: (S - 1) / (v M + S - 1), arXiv 1811.06965 with one block a stage,
+    arXiv 2104.04473, section 2.2, with v of them, as many as each group of layers has (`rounds_of`).
+
+    Repeats that pad a block are no waiting: they are computed.
+    """
+    waiting, total = 0, 0
+    for group in arch.groups:
+        if group.repeats >= layout.pp:
+            own = rounds_of(group.repeats, layout, rounds)
+            block = len(group.pattern) * math.ceil(group.repeats / (layout.pp * own))
+            waiting, total = waiting + block * (layout.pp - 1), total + block * ticks(layout, parts, own)
+    return waiting / total
 
 
 def partitions(specs: Params, arch: Architecture, layout: Layout) -> PyTree[PartitionSpec]:

@@ -107,6 +107,7 @@ class Divisible:
       recurrent_heads: of linear attention, held whole where TP does not divide them.
       periods: repeats of the layer pattern that stages are made of; those that are missing for whole stages are padded.
       rounds: blocks of layers that each stage of a pipeline is to hold, which is no size but must fit them too.
+      ring: keys and values are to go round cp, which is no size either but needs a ring.
       sequence_parallel: between products the tokens of a row are cut over tp too (`rlx.parallel.sequence`).
     """
 
@@ -120,6 +121,7 @@ class Divisible:
     row_tokens: int = 0
     rows: int = 0
     rounds: int = 1
+    ring: bool = False
     sequence_parallel: bool = False
 
 
@@ -139,6 +141,10 @@ def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
         return f"PP{layout.pp} for {sizes.periods} repeats of the layer pattern: a stage would be empty"
     if sizes.rounds > 1 and (reason := _circular_reason(layout, sizes)):
         return reason
+    if sizes.ring and layout.cp == 1:
+        return (
+            "cluster.context_parallel = 'ring' with CP1, which leaves a row's tokens on one device: set it to 'gather'"
+        )
     if sizes.row_tokens % (parts := row_parts(layout)):
         return (
             f"CP{layout.cp} cuts rows into {parts} parts, which do not divide {sizes.row_tokens} tokens; "
@@ -162,11 +168,11 @@ def _circular_reason(layout: Layout, sizes: Divisible) -> str | None:
     asked, rounds = f"cluster.pipeline_rounds = {sizes.rounds}", sizes.rounds
     if layout.pp == 1:
         return f"{asked} without a pipeline, PP1: set it to 1"
-    if layout.pp * rounds > sizes.periods:
-        most = sizes.periods // layout.pp
+    if empty := empty_blocks(sizes.periods, layout.pp * rounds):
+        fitting = [v for v in range(1, sizes.periods // layout.pp + 1) if rounds_of(sizes.periods, layout, v) == v]
         return (
             f"{asked} makes {layout.pp * rounds} blocks of {sizes.periods} repeats of the layer pattern for "
-            f"PP{layout.pp}: blocks would be empty; set it to {'1' if most == 1 else f'at most {most}'}"
+            f"PP{layout.pp}, {empty} of them empty; set it to {min(fitting, key=lambda v: abs(v - rounds))}"
         )
     if sizes.rows % (layout.dp * layout.pp):
         parts = sizes.rows / layout.dp
@@ -193,20 +199,19 @@ def micro_batches(layout: Layout, rows: int) -> int:
     return max(rows // layout.dp, 1) if layout.pp > 1 else 1
 
 
+def empty_blocks(repeats: int, blocks: int) -> int:
+    """Of so many equal blocks, the last that get none of the repeats: each would be computed all the same."""
+    return blocks - math.ceil(repeats / math.ceil(repeats / blocks))
+
+
 def rounds_of(repeats: int, layout: Layout, rounds: int) -> int:
     """Blocks that a stage holds of a group of layers: as many as asked for where all blocks get a repeat, else 1."""
-    return rounds if repeats >= layout.pp * rounds else 1
+    return 1 if empty_blocks(repeats, layout.pp * rounds) else rounds
 
 
 def ticks(layout: Layout, parts: int, rounds: int = 1) -> int:
     """Steps of a pipeline, in each of which a stage does one of v blocks for one of M micro-batches: v M + S - 1."""
     return rounds * parts + layout.pp - 1
-
-
-def bubble(layout: Layout, parts: int, rounds: int = 1) -> float:
-    """Share of a pipeline's time that a stage waits: (S - 1) / (v M + S - 1), arXiv 1811.06965 with one block a stage,
-    arXiv 2104.04473, section 2.2, with v of them."""
-    return (layout.pp - 1) / ticks(layout, parts, rounds)
 
 
 def check(layout: Layout, sizes: Divisible) -> None:

@@ -70,8 +70,7 @@ class Case:
     @property
     def sizes(self) -> Divisible:
         """What its layout must divide."""
-        over_tp = self.config.cluster.sequence_parallel
-        return sizes_of(self.arch, self.tokens, self.rows, self.rounds, sequence_parallel=over_tp)
+        return sizes_of(self.arch, self.tokens, self.rows, self.config.cluster)
 
     @property
     def ring(self) -> bool:

@@ -19,9 +19,9 @@ from rlx.assemble import step_config
 from rlx.learner.state import LearnerState, make_optimizer, state_shardings
 from rlx.learner.step import MicroBatch, StepConfig, add_slice, apply, slice_gradient
 from rlx.models.description import Params, ParamSpec
-from rlx.models.placed import shardings, training
+from rlx.models.placed import placement_of, shardings, training
 from rlx.models.spec import param_specs
-from rlx.parallel.mesh import Placement, make_mesh
+from rlx.parallel.mesh import Placement
 from rlx.planning import scoring
 from rlx.planning.case import Case, batch_shapes, trained
 
@@ -46,10 +46,7 @@ def accounts(case: Case) -> Accounts:
       LayoutError: where there are fewer, or where the model or batch do not allow the layout.
     """
     layout = case.checked().layout
-    over_tp = case.config.cluster.sequence_parallel
-    placement = Placement(
-        make_mesh(layout), layout, case.parts, rounds=case.rounds, ring=case.ring, sequence_parallel=over_tp
-    )
+    placement = placement_of(case.config.cluster, layout, case.rows)
     placement = training(placement, trained(case), case.arch)
     step = dataclasses.replace(
         step_config(case.config, case.arch, case.rows, placement),

@@ -23,7 +23,8 @@ from rlx.models.description import (
     Layer,
     Mixer,
 )
-from rlx.parallel.layout import AXES, bubble, ticks
+from rlx.models.placed import bubble
+from rlx.parallel.layout import AXES, ticks
 from rlx.planning import scoring
 from rlx.planning.case import Case, dealt, flat_specs, group_rounds, groups, numbers, piped, repeats_here
 from rlx.planning.hardware import Device
@@ -65,7 +66,7 @@ def costs(case: Case, device: Device, stays: Held) -> Costs:
     tokens = float(sequences * (config.plan.sequence_tokens or case.tokens))
     batches = math.ceil(tokens / (case.rows * case.tokens))
     passes = _passes(case)
-    waits = bubble(layout, case.parts, case.rounds)
+    waits = bubble(case.arch, layout, case.parts, case.rounds)
     sent = {name: size * batches for name, size in _sent(case, passes).items()}
     links = {name: _link(case, name) for name in sent}
     speed = {"nvlink": device.nvlink, "network": device.network}

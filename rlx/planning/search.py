@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
-from rlx.models.placed import sizes_of
-from rlx.parallel.layout import Layout, nearest, parse_layout, unsupported_reason
+from rlx.parallel.layout import Layout, nearest, parse_layout, rounds_of, unsupported_reason
 from rlx.planning.case import Case
 from rlx.planning.engine import embedded
 from rlx.planning.estimate import memory
@@ -22,6 +21,7 @@ from rlx.planning.hardware import DEVICES, Device
 
 LAYOUTS = 12  # of as many devices, the nearest
 LEAST_TOKENS = 1024  # of a row
+LEAST_BLOCK = 128  # tokens of a block of scores
 MOST_NODES = 64  # times as many devices as planned
 
 Keys = dict[str, Any]  # of the recipe, with the values that they would have
@@ -121,8 +121,11 @@ def _said(case: Case, other: Case, keys: Keys) -> str:
 def _single(case: Case) -> Iterator[Iterator[Keys]]:
     """One key of the recipe, with those that are tied to it; the first that fits is enough."""
     yield _remat(case)
+    yield _streams(case)
+    yield _ring(case)
     yield _rounds(case)
     yield _rows(case)
+    yield _blocks(case)
     yield _slots(case)
     yield _contexts(case)
     yield _engines(case)
@@ -140,6 +143,26 @@ def _remat(case: Case) -> Iterator[Keys]:
         yield {"model.remat": "layer"}
 
 
+def _streams(case: Case) -> Iterator[Keys]:
+    """Tokens over tp too, between products."""
+    if case.layout.tp > 1 and not case.config.cluster.sequence_parallel:
+        yield {"cluster.sequence_parallel": True}
+
+
+def _ring(case: Case) -> Iterator[Keys]:
+    """Keys and values of a device's own tokens alone."""
+    if case.layout.cp > 1 and not case.ring:
+        yield {"cluster.context_parallel": "ring"}
+
+
+def _blocks(case: Case) -> Iterator[Keys]:
+    """Fewer scores at once."""
+    block = (case.attention_block(accelerator=True) or case.tokens) // 2
+    while block >= LEAST_BLOCK:
+        yield {"model.attention_block": block}
+        block //= 2
+
+
 def _rounds(case: Case) -> Iterator[Keys]:
     """No second copy of a stage's weights."""
     if case.rounds > 1:
@@ -147,10 +170,11 @@ def _rounds(case: Case) -> Iterator[Keys]:
 
 
 def _rows(case: Case) -> Iterator[Keys]:
-    rows = case.rows // 2
-    while rows >= case.layout.dp:
+    least = _least_rows(case.layout, case.rounds)
+    rows = case.rows // 2 // least * least
+    while rows:
         yield {"learner.micro_batch_rows": rows}
-        rows //= 2
+        rows = rows // 2 // least * least
 
 
 def _has_cache(case: Case) -> bool:
@@ -217,18 +241,20 @@ def _shorter_rows(config: Config, tokens: int) -> Keys:
 
 def _layouts(case: Case) -> Iterator[Keys]:
     """Of as many devices. With more dp ZeRO cuts weights and optimizer further."""
-    for layout in nearest(case.layout, dataclasses.replace(case.sizes, rows=0, rounds=1), LAYOUTS):
+    for layout in nearest(case.layout, dataclasses.replace(case.sizes, rows=0, rounds=1, ring=False), LAYOUTS):
         if layout != case.layout:
             yield _laid_out(case, layout)
 
 
 def _laid_out(case: Case, layout: Layout) -> Keys:
     keys: Keys = {"cluster.trainer_layout": str(layout)}
-    rounds = case.rounds if layout.pp > 1 and layout.pp * case.rounds <= sizes_of(case.arch).periods else 1
+    rounds = rounds_of(case.sizes.periods, layout, case.rounds) if layout.pp > 1 else 1
     if rounds != case.rounds:
         keys["cluster.pipeline_rounds"] = rounds
-    if (least := _least_rows(layout, rounds)) > case.rows:
-        keys["learner.micro_batch_rows"] = least
+    if layout.cp == 1 and case.config.cluster.context_parallel == "ring":
+        keys["cluster.context_parallel"] = "gather"
+    if case.rows % (least := _least_rows(layout, rounds)):
+        keys["learner.micro_batch_rows"] = max(case.rows // least, 1) * least
     each, cluster = case.config.cluster.gpus_per_node, case.config.cluster
     if cluster.trainer_nodes > 1 and cluster.trainer_nodes * each == case.layout.devices != layout.devices:
         keys["cluster.trainer_nodes"] = layout.devices // each

@@ -74,8 +74,14 @@ def test_experts_are_spread_over_a_view_of_the_mesh(text, axes):
         ("TP2 CP2 DP4 EP16", dataclasses.replace(MOE, experts=24), "EP16 does not divide the 24 experts"),
         ("PP7", DENSE, "PP7 for 6 repeats"),
         ("DP2", dataclasses.replace(DENSE, rounds=2), "pipeline_rounds = 2 without a pipeline, PP1: set it to 1"),
-        ("PP2", dataclasses.replace(DENSE, rounds=4), "8 blocks of 6 repeats .* for PP2: .*; set it to at most 3"),
-        ("PP4", dataclasses.replace(DENSE, rounds=2), "8 blocks of 6 repeats .* for PP4: .*; set it to 1"),
+        ("PP2", dataclasses.replace(DENSE, rounds=4), "8 blocks of 6 repeats .* for PP2, 2 of them empty; set it to 3"),
+        ("PP4", dataclasses.replace(DENSE, rounds=2), "8 blocks of 6 repeats .* for PP4, 2 .*; set it to 1"),
+        (
+            "PP2",
+            dataclasses.replace(DENSE, rounds=3, periods=7),
+            "6 blocks of 7 repeats .* for PP2, 2 of them empty; set it to 2",
+        ),
+        ("TP2", dataclasses.replace(DENSE, ring=True), "'ring' with CP1, .* set it to 'gather'; .* work: TP1 .*CP2"),
         (
             "PP3 DP2",
             dataclasses.replace(DENSE, rounds=2),

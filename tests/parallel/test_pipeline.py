@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlx.parallel import blocks, pipeline
-from rlx.parallel.layout import Layout, bubble, ticks
+from rlx.parallel.layout import Layout, ticks
 from rlx.parallel.mesh import Placement, make_mesh
 
 ROWS, WIDTH = 3, 5
@@ -21,8 +21,8 @@ ROWS, WIDTH = 3, 5
 GPIPE = [(3, 1, 7, 4), (2, 1, 4, 1)]
 CIRCULAR = [
     (2, 2, 4, 2),
-    (2, 2, 6, 4),  # stages divide the repeats and blocks do not
-    (2, 3, 7, 4),
+    (2, 2, 10, 4),  # stages divide the repeats and blocks do not
+    (2, 3, 11, 4),  # one repeat of twelve is padding
     (3, 2, 22, 3),  # Kimi K3's patterns
     (3, 3, 9, 6),
     (4, 2, 8, 4),
@@ -78,7 +78,7 @@ REMAT = {
 
 @pytest.mark.parametrize(
     "stages, rounds, repeats, parts, remat",
-    [*((*each, "layer") for each in (*GPIPE, *CIRCULAR)), (2, 2, 6, 4, "weights"), (3, 2, 7, 3, "none")],
+    [*((*each, "layer") for each in (*GPIPE, *CIRCULAR)), (2, 2, 10, 4, "weights"), (3, 2, 11, 3, "none")],
 )
 def test_a_pipeline_computes_what_a_loop_over_the_layers_does(stages, rounds, repeats, parts, remat):
     with jax.enable_x64(True):
@@ -141,7 +141,7 @@ def test_a_stage_gets_what_the_one_before_made_a_tick_ago(stages, rounds, repeat
         assert block == 0 or when[block - 1, part] == tick - 1
     assert max(when.values()) + 1 == schedule.ticks
     idle = 1 - len(when) / (stages * schedule.ticks)
-    assert idle == pytest.approx(bubble(Layout(pp=stages), parts, rounds))
+    assert idle == pytest.approx((stages - 1) / (rounds * parts + stages - 1))
     np.testing.assert_array_equal(schedule.units()[number, mine], np.arange(rounds * parts))
 
 
@@ -149,6 +149,11 @@ def test_blocks_that_come_from_other_stages():
     assert blocks.dealt_share(2, 2) == 1 / 2  # 0 1 | 2 3 become 0 2 | 1 3
     assert blocks.dealt_share(4, 2) == 1.0  # 2 3 become 1 5
     assert blocks.dealt_share(2, 1) == 0.0
+
+
+def test_blocks_without_a_repeat_are_not_made():
+    """2 stages of 3 blocks would compute 12 repeats where 8 are enough."""
+    assert pipeline.schedule_of(placement_of(2, 3, 4), 7, 4)[:4] == (2, 1, 4, 4)
 
 
 def test_micro_batches_that_are_no_whole_groups_are_refused():

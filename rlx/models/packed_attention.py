@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, PyTree
 from rlx.models.layers import KEPT, wide
 
 
-@jax.custom_vjp
 def packed_attention(
     query: Float[Array, "rows t heads d"],
     key: Float[Array, "rows t kv_heads d"],
@@ -32,17 +31,17 @@ def packed_attention(
 
     Scores and softmax are float32, or float64 where the inputs are.
     """
-    return _forward(query, key, value, allowed)[0]
+    return differentiable(attend, pull)(query, key, value, allowed)
 
 
-def _forward(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Array, tuple[Array, ...]]:
-    query, key, value = (stacked(x, key.shape[2]) for x in (query, key, value))
-    out, logsumexp = checkpoint_name(attend(query, key, value, allowed), KEPT)
-    return out, (query, key, value, allowed, out, logsumexp)
-
-
-def attend(query: Array, key: Array, value: Array, allowed: Bool[Array, "rows t s"]) -> tuple[Array, Array]:
-    """(O [rows, t, heads, v], L [rows, kv_heads, heads of each · t, 1]) of `stacked` arguments."""
+def attend(
+    query: Float[Array, "rows t heads d"],
+    key: Float[Array, "rows s kv_heads d"],
+    value: Float[Array, "rows s kv_heads v"],
+    allowed: Bool[Array, "rows t s"],
+) -> tuple[Float[Array, "rows t heads v"], Float[Array, "rows kv_heads q 1"]]:
+    """(O, L), O in the dtype of values; q: the heads of each key head · t."""
+    query, key, value = _all_stacked(query, key, value)
     scores = scores_of(query, key, allowed)
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
@@ -51,29 +50,28 @@ def attend(query: Array, key: Array, value: Array, allowed: Bool[Array, "rows t 
     return _seeing(allowed, _unstacked(out.astype(value.dtype), allowed.shape[1])), top + jnp.log(mass)
 
 
-def _backward(kept: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
-    return *pull(kept, d_out), None
-
-
-def pull(kept: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array]:
-    """(dQ, dK, dV), not stacked, of what the forward pass kept: stacked Q, K and V, the mask, O and L."""
-    query, key, value, allowed, out, logsumexp = kept
-    (length, seen), kv_heads = allowed.shape[1:], key.shape[1]
+def pull(
+    query: Float[Array, "rows t heads d"],
+    key: Float[Array, "rows s kv_heads d"],
+    value: Float[Array, "rows s kv_heads v"],
+    allowed: Bool[Array, "rows t s"],
+    out: Float[Array, "rows t heads v"],
+    logsumexp: Float[Array, "rows kv_heads q 1"],
+    d_out: Float[Array, "rows t heads v"],
+) -> tuple[Float[Array, "rows t heads d"], Float[Array, "rows s kv_heads d"], Float[Array, "rows s kv_heads v"]]:
+    """(dQ, dK, dV), float32, or float64 where the inputs are: over several devices they are yet to be summed."""
+    (length, seen), kv_heads = allowed.shape[1:], key.shape[2]
+    query, key, value = _all_stacked(query, key, value)
     d_out = _seeing(allowed, d_out)
-    shared = stacked((wide(d_out) * wide(out)).sum(-1, keepdims=True), kv_heads)
-    d_out = stacked(d_out, kv_heads)
+    shared = _stacked((wide(d_out) * wide(out)).sum(-1, keepdims=True), kv_heads)
+    d_out = _stacked(d_out, kv_heads)
     weights = jnp.exp(scores_of(query, key, allowed) - logsumexp)
     d_weights = product("rkqd,rksd->rkqs", d_out, value)
     d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
     d_query = product("rkqs,rksd->rkqd", d_scores, key)
     d_key = product("rkqs,rkqd->rksd", d_scores, query)
     d_value = product("rkqs,rkqd->rksd", weights.astype(value.dtype), d_out)
-    given = ((d_query, query, length), (d_key, key, seen), (d_value, value, seen))
-    d_query, d_key, d_value = (_unstacked(d.astype(x.dtype), tokens) for d, x, tokens in given)
-    return d_query, d_key, d_value
-
-
-packed_attention.defvjp(_forward, _backward)
+    return _unstacked(d_query, length), _unstacked(d_key, seen), _unstacked(d_value, seen)
 
 
 def differentiable(
@@ -99,7 +97,11 @@ def differentiable(
     return attention
 
 
-def stacked(x: Array, kv_heads: int) -> Array:
+def _all_stacked(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    return _stacked(query, key.shape[2]), _stacked(key, key.shape[2]), _stacked(value, key.shape[2])
+
+
+def _stacked(x: Array, kv_heads: int) -> Array:
     """[rows, T, heads, D] -> [rows, kv_heads, heads of each · T, D]"""
     rows, length, heads, dim = x.shape
     grouped = x.reshape(rows, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PyTree
 from rlx.models import blockwise, packed_attention, ring_attention
 from rlx.models.blockwise import Blocks
 from rlx.models.layers import Ids
-from rlx.models.packed_attention import differentiable, stacked
+from rlx.models.packed_attention import differentiable
 from rlx.models.rows import Rows
 from rlx.parallel.expert import TOKENS
 from rlx.parallel.mesh import Placement
@@ -117,7 +117,7 @@ def in_blocks(blocks: Blocks) -> Local:
 
     def pull(query: Array, key: Array, value: Array, *rest: PyTree[Array]) -> tuple[Array, Array, Array]:
         d_query, d_key, d_value = blockwise.pull(blocks, query, _all(key), _all(value), *rest)
-        return d_query, _mine(d_key.astype(key.dtype)), _mine(d_value.astype(value.dtype))
+        return d_query, _mine(d_key), _mine(d_value)
 
     return Local(attend, pull, (OWN, ALL), HEADS)
 
@@ -132,20 +132,15 @@ def in_ring(blocks: Blocks, ranks: int) -> Local:
 
 
 def _attend_whole(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Array, Array]:
-    return packed_attention.attend(*_stacked(query, _all(key), _all(value)), allowed)
+    return packed_attention.attend(query, _all(key), _all(value), allowed)
 
 
 def _pull_whole(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, Array, Array]:
-    *kept, d_out = rest
-    d_query, d_key, d_value = packed_attention.pull((*_stacked(query, _all(key), _all(value)), *kept), d_out)
+    d_query, d_key, d_value = packed_attention.pull(query, _all(key), _all(value), *rest)
     return d_query, _mine(d_key), _mine(d_value)
 
 
 WHOLE = Local(_attend_whole, _pull_whole, (OWN,), SUMS)  # a mask [rows, t, s] says who sees whom
-
-
-def _stacked(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    return stacked(query, key.shape[2]), stacked(key, key.shape[2]), stacked(value, key.shape[2])
 
 
 def _all(x: Array) -> Array:
@@ -154,5 +149,5 @@ def _all(x: Array) -> Array:
 
 
 def _mine(d: Array) -> Array:
-    """The gradient of what `_all` was given."""
+    """The gradient of what `_all` was given, from the queries of all ranks: `d` is float32, rounded after the sum."""
     return jax.lax.psum_scatter(d, "cp", scatter_dimension=1, tiled=True)

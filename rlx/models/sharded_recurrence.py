@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from rlx_kernels.delta_rule import causal_convolution, delta_rule
 
-from rlx.parallel.expert import TOKENS
+from rlx.parallel.expert import TOKENS, summed
 from rlx.parallel.mesh import Placement
-from rlx.parallel.rules import axes_of
+
+ROWS = ("dp", "cp")  # axes that tokens lie over; heads that TP does not divide are computed by all of a tp group
 
 
 def sharded_convolution(
@@ -113,7 +114,7 @@ def _over_devices(
     def pulled(*given: Array) -> tuple[Array, ...]:
         *inputs, ids, d_out = given
         _, pull = jax.vjp(lambda *x: local(*x, ids), *inputs)
-        return tuple(_summed(d, spec) for d, spec in zip(pull(d_out), specs, strict=False))
+        return tuple(summed(d, spec, ROWS) for d, spec in zip(pull(d_out), specs, strict=False))
 
     def backward(kept: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
         return *over(pulled, in_specs=(*specs, made), out_specs=specs[:-1])(*kept, d_out), None
@@ -121,9 +122,3 @@ def _over_devices(
     function = jax.custom_vjp(forward)
     function.defvjp(lambda *given: (forward(*given), given), backward)
     return function
-
-
-def _summed(x: Array, spec: PartitionSpec) -> Array:
-    """A gradient over the devices that had other tokens."""
-    others = tuple(axis for axis in ("dp", "cp") if axis not in axes_of(spec))
-    return jax.lax.psum(x, others) if others else x

@@ -76,7 +76,7 @@ def run(
         def pulled(parameters: PyTree[Array], x: Array, gains: Array, choices: Array, d_y: Array) -> tuple:
             _, pull = jax.vjp(lambda p, x, g: local(p, x, g, choices)[0], parameters, x, gains)
             d_parameters, *others = pull(d_y)
-            return _summed(d_parameters, partitions), *others
+            return jax.tree.map(partial(summed, over=TOKENS), d_parameters, partitions), *others
 
         specs = (partitions, cut, cut, cut, cut)
         return *over_devices(pulled, in_specs=specs, out_specs=(partitions, cut, cut))(*kept, cotangents[0]), None
@@ -90,14 +90,10 @@ def run(
     return y[:, : x.shape[1]], dropped
 
 
-def _summed(tree: PyTree[Array], partitions: PyTree[PartitionSpec]) -> PyTree[Array]:
-    """Gradients, each over the devices that hold the same part."""
-
-    def one(x: Array, own: PartitionSpec) -> Array:
-        rest = tuple(axis for axis in TOKENS if axis not in axes_of(own))
-        return jax.lax.psum(x, rest) if rest else x
-
-    return jax.tree.map(one, tree, partitions)
+def summed(x: Array, own: PartitionSpec, over: tuple[str, ...]) -> Array:
+    """A gradient of what `own` cuts, from tokens that lay `over` these axes."""
+    rest = tuple(axis for axis in over if axis not in axes_of(own))
+    return jax.lax.psum(x, rest) if rest else x
 
 
 def _local(

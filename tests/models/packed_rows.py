@@ -11,6 +11,7 @@ from jax import Array
 
 from rlx.models.layers import Ids
 
+Attention = Callable[..., Array]  # of queries, keys, values
 ROWS, TOKENS, HEADS = 2, 24, 6
 # A prompt with two responses, a sequence of its own, padding; then two long ones, one of them padded out of its block.
 SEGMENTS = [[1] * 7 + [2] * 4 + [3] * 5 + [4] * 6 + [0] * 2, [1] * 13 + [0] * 11]
@@ -30,7 +31,7 @@ def random_arrays(kv_heads: int, heads: int = HEADS) -> tuple[Array, Array, Arra
     return query, key, value
 
 
-def attended(attention: Callable[..., Array], arrays: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+def attended(attention: Attention, arrays: tuple[Array, Array, Array]) -> tuple[Array, ...]:
     """(output, gradients of a weighted sum of it)."""
     mixing = jnp.asarray(np.random.default_rng(1).normal(size=jax.eval_shape(attention, *arrays).shape))
 
@@ -42,7 +43,23 @@ def attended(attention: Callable[..., Array], arrays: tuple[Array, Array, Array]
     return out, *gradients
 
 
+def within_rounding(attention: Attention, whole: Attention) -> bool:
+    """Of bfloat16 arrays: is `attention` as close to `whole` in float32 as `whole` is itself, for each result?"""
+    query, key, value = (x.astype(jnp.bfloat16) for x in random_arrays(2))
+    wide = query.astype(jnp.float32), key.astype(jnp.float32), value.astype(jnp.float32)
+    exact = attended(whole, wide)
+    ours, least = (
+        [_difference(*pair) for pair in zip(attended(f, (query, key, value)), exact, strict=True)]
+        for f in (attention, whole)
+    )
+    return all(0 < got < 1.1 * wanted for got, wanted in zip(ours, least, strict=True))
+
+
 def largest_difference(ours: tuple[Array, ...], theirs: tuple[Array, ...]) -> float:
     """Over the size of each."""
-    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(ours, theirs, strict=True)]
-    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+    return max(_difference(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def _difference(ours: Array, theirs: Array) -> float:
+    a, b = (np.asarray(x, np.promote_types(theirs.dtype, np.float32)) for x in (ours, theirs))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

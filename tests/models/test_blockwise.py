@@ -10,7 +10,15 @@ import pytest
 from rlx.models.blockwise import ACCELERATOR, CPU, Blocks, block_size, blockwise_attention
 from rlx.models.layers import Ids, visible
 from rlx.models.packed_attention import packed_attention
-from tests.models.packed_rows import ROWS, TOKENS, attended, largest_difference, packed_ids, random_arrays
+from tests.models.packed_rows import (
+    ROWS,
+    TOKENS,
+    attended,
+    largest_difference,
+    packed_ids,
+    random_arrays,
+    within_rounding,
+)
 
 
 @pytest.mark.parametrize("size, window, kv_heads", [(4, None, 2), (5, 3, 2), (8, 6, 6), (TOKENS, None, 1)])
@@ -21,6 +29,13 @@ def test_values_and_gradients_are_those_of_whole_rows(size, window, kv_heads):
         whole = attended(lambda *x: packed_attention(*x, visible(ids, ids, window)), arrays)
         assert largest_difference(ours, whole) < 1e-12
         assert not ours[0][np.asarray(ids.segments) == 0].any()
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_bfloat16_is_rounded_as_over_whole_rows(size):
+    ids = packed_ids()
+    blocks = lambda *x: blockwise_attention(Blocks(size, None), *x, ids)  # noqa: E731
+    assert within_rounding(blocks, lambda *x: packed_attention(*x, visible(ids, ids, None)))
 
 
 def test_tokens_may_lie_in_any_order():

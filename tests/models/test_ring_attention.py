@@ -11,11 +11,11 @@ from rlx.models.blockwise import Blocks
 from rlx.models.layers import Ids, visible
 from rlx.models.packed_attention import packed_attention
 from rlx.models.ring_attention import merged
-from rlx.models.sharded_attention import in_blocks, in_ring, sharded
+from rlx.models.sharded_attention import WHOLE, in_blocks, in_ring, sharded
 from rlx.parallel.context import places, zigzag
 from rlx.parallel.layout import parse_layout
 from rlx.parallel.mesh import Placement, make_mesh
-from tests.models.packed_rows import TOKENS, attended, largest_difference, packed_ids, random_arrays
+from tests.models.packed_rows import TOKENS, attended, largest_difference, packed_ids, random_arrays, within_rounding
 
 
 def placed(layout: str) -> Placement:
@@ -48,6 +48,22 @@ def test_values_and_gradients_are_those_of_one_device(layout, kv_heads, window, 
 
         whole = attended(lambda *x: packed_attention(*x, visible(ids, ids, window)), arrays)
         assert largest_difference(attended(ours, arrays), whole) < 1e-12
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_gradients_of_bfloat16_are_rounded_after_their_sum_over_devices(ring):
+    placement = placed("CP4")
+    order = zigzag(TOKENS, 4)
+    ids = packed_ids()
+    moved = Ids(*(x[:, order] for x in ids))
+
+    def shared(*arrays):
+        return over(placement, ring, Blocks(3, None), *(x[:, order] for x in arrays), moved)[:, places(order)]
+
+    whole = lambda *x: packed_attention(*x, visible(ids, ids, None))  # noqa: E731
+    assert within_rounding(shared, whole)
+    masked = lambda *x: sharded(placement, WHOLE, *x, visible(ids, ids, None))  # noqa: E731
+    assert ring or within_rounding(masked, whole)
 
 
 def test_results_over_some_keys_each_are_merged():

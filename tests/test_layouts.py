@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -144,9 +145,19 @@ def test_every_layout_computes_what_one_device_does(kind, layout, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout, rank", [("PP2 DP2", 0), ("TP2 PP2 CP2", 4)])
-def test_a_circular_pipeline_computes_what_one_device_does(layout, rank):
-    assert_same(*compared("dense", layout, rank, rounds=2))
+@pytest.mark.parametrize("layout, rank, keys", [("PP2 DP2", 0, ()), ("TP2 PP2 CP2", 4, (RING,))])
+def test_a_circular_pipeline_computes_what_one_device_does(layout, rank, keys):
+    assert_same(*compared("dense", layout, rank, rounds=2, keys=keys))
+
+
+@pytest.mark.slow
+def test_a_circular_pipeline_of_latent_attention_whose_repeats_the_stages_do_not_divide(tmp_path):
+    """7 in 4 blocks. Without experts, which would take most of its time."""
+    said = json.loads(Path("configs/architectures/tiny_mla/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 7, "first_k_dense_replace": 7}))
+    keys = (f"model.path={tmp_path}", "model.scan_layers=on")
+    assert [group.repeats for group in read_config(tmp_path).groups] == [7]
+    assert_same(*compared("mla", "PP2", 0, rounds=2, keys=keys))
 
 
 @pytest.mark.exhaustive
@@ -196,6 +207,7 @@ def _check(kind: str, layout: str) -> None:
             "pipeline_rounds = 2 without a pipeline, PP1: set it to 1",
         ),
         (["--layout=PP2", "--config.cluster.pipeline_rounds=3"], "6 blocks of 4 repeats of the layer pattern for PP2"),
+        (["--layout=DP2", "--config.cluster.context_parallel=ring"], "context_parallel = 'ring' with CP1"),
         (["--layout=DP2", "--config.model.path=nowhere"], "config.model.path = 'nowhere'"),
     ],
 )

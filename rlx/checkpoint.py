@@ -103,8 +103,7 @@ class Checkpoints:
         host = {name: np.asarray(value).tobytes() for name, value in self._load(step, {"host": None})["host"].items()}
         saved = json.loads(host["json"])
         _check_arrays(saved["arrays"], _describe(abstract), f"checkpoint {step} in {self.directory}")
-        loaded = self._load(step, {"state": abstract})
-        state = jax.tree.map(_bound_as, loaded["state"], abstract)
+        state = _bound_as(abstract, self._load(step, {"state": abstract}))
         return Restored(step, state, saved["host"], host.get("flow", b""))
 
     def _load(self, step: int, parts: dict[str, Any]) -> dict[str, Any]:
@@ -121,10 +120,14 @@ class Checkpoints:
         self._checkpointer.close()
 
 
-def _bound_as(loaded: jax.Array, like: Any) -> jax.Array:
-    """orbax binds every array to its devices; a program is compiled anew for one that was bound to none."""
-    free = isinstance(like, jax.Array) and not like.committed
-    return jax.device_put(np.asarray(loaded)) if free else loaded
+def _bound_as(like: LearnerState, loaded: dict[str, Any]) -> LearnerState:
+    """`loaded["state"]`, which is taken out. orbax binds every array to its devices; a program is compiled anew for one
+    that was bound to none."""
+    arrays, tree = jax.tree.flatten(loaded.pop("state"))
+    for i, wanted in enumerate(jax.tree.leaves(like)):  # one at a time: no second copy of the whole
+        if isinstance(wanted, jax.Array) and not wanted.committed:
+            arrays[i] = jax.device_put(np.asarray(arrays[i]))
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _describe(state: LearnerState) -> dict[str, str]:

@@ -8,7 +8,7 @@ frozen policies have a say it begins once they are there. The engine's wait for 
 from __future__ import annotations
 
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from rlx import assemble
+from rlx.background import Background
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig, pack
 from rlx.learner.state import LearnerState, init_state, make_optimizer
@@ -26,9 +27,7 @@ from rlx.models.prompts import rows_for
 from rlx.models.sampler import SamplerConfig, Slots
 from rlx.models.spec import Architecture, Params, ParamSpec, param_specs
 from rlx.parallel.mesh import Placement
-from rlx.rollout.local import empty_slots, reached, sampler_config, width_for, widths
-
-ADMITTED = (jnp.int32, jnp.int32, jnp.int32, jnp.uint32, jnp.float32)  # of the fields of `sampler.Admission`
+from rlx.rollout.local import empty_slots, no_admission, reached, sampler_config, width_for, widths
 
 
 def padding(packing: PackingConfig, placement: Placement | None) -> MicroBatch:
@@ -50,26 +49,48 @@ def abstract_state(config: Config, arch: Architecture) -> LearnerState:
     return jax.eval_shape(made, abstract_params(config, arch))
 
 
+class Signature(NamedTuple):
+    """What tells two programs of an update apart."""
+
+    step: StepConfig
+    optimizer: int  # its identity
+    tree: Any  # of the arrays
+    leaves: tuple[tuple[Any, ...], ...]
+
+
+def signature(
+    step: StepConfig, optimizer: optax.GradientTransformation, state: LearnerState, frozen: Params, batch: MicroBatch
+) -> Signature:
+    leaves, tree = jax.tree.flatten((state, frozen, batch))
+    # A program is of arrays that were bound to their devices, or of such that were not.
+    bound = lambda x: x.sharding if isinstance(x, jax.Array) and x.committed else None  # noqa: E731
+    return Signature(step, id(optimizer), tree, tuple((x.shape, x.dtype, x.weak_type, bound(x)) for x in leaves))
+
+
 class Compiler:
     """Of a run on `placement`. The update's compilation begins at once where its shapes are known.
 
-    A context manager. Leaving it waits for nothing: what is refused while programs compile is said at once.
+    A context manager. Leaving it waits for nothing, nor does the process: what is refused while programs compile ends
+    the program at once. The program that a thread is at is compiled to its end all the same where the process goes on.
     """
 
     def __init__(self, config: Config, arch: Architecture, placement: Placement | None):
         self._config, self._arch, self._placement = config, arch, placement
-        self._threads = ThreadPoolExecutor(2, "compiler")
+        self._threads = Background(2, "compiler")
+        self._early: Future[Signature] | None = None
         self._update: Future[None] | None = None
         self._engine: list[Future[None]] = []
         distilled = config.objective.distill.form != "off" or config.objective.needs_reference
         if placement is None and not distilled:
-            self._update = self._threads.submit(_compile_fresh, config, arch)
+            # Made here: programs know it by its identity, and two threads that ask first at once get one each.
+            optimizer = make_optimizer(config.learner)
+            self._early = self._threads.submit(_compile_fresh, config, arch, optimizer)
 
     def __enter__(self) -> Compiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def update(
         self,
@@ -79,10 +100,10 @@ class Compiler:
         frozen: Params,
         packing: PackingConfig,
     ) -> Future[None]:
-        """Done when the update is compiled."""
-        if self._update is None:
-            empty = padding(packing, self._placement)
-            self._update = self._threads.submit(compile_update, step, optimizer, state, frozen, empty)
+        """Done when the update is compiled, for these and not for what was expected of them."""
+        given = (step, optimizer, state, frozen, padding(packing, self._placement))
+        wanted = signature(*given)
+        self._update = self._threads.submit(_compile_update, self._early, wanted, given)
         return self._update
 
     def begin_engine(self, prompts: Collection[int]) -> None:
@@ -93,16 +114,27 @@ class Compiler:
             self._engine = [self._threads.submit(program, self._arch, shapes) for program in programs]
 
     def wait_for_engine(self) -> None:
-        """An engine that needs a program meanwhile would compile it once more."""
+        """An engine that needs a program meanwhile would compile it once more.
+
+        Raises what is known by now to keep a program from being compiled, the update's too: it must cost no evaluation.
+        """
         for programs in self._engine:
             programs.result()
+        if self._update is not None and self._update.done():
+            self._update.result()
 
 
-def _compile_fresh(config: Config, arch: Architecture) -> None:
+def _compile_fresh(config: Config, arch: Architecture, optimizer: optax.GradientTransformation) -> Signature:
     step, packing = assemble.shapes(config, arch, None)
     frozen = abstract_params(config, arch) if config.lora.rank else {}
-    optimizer, state = make_optimizer(config.learner), abstract_state(config, arch)
-    compile_update(step, optimizer, state, frozen, padding(packing, None))
+    given = (step, optimizer, abstract_state(config, arch), frozen, padding(packing, None))
+    compile_update(*given)
+    return signature(*given)
+
+
+def _compile_update(early: Future[Signature] | None, wanted: Signature, given: tuple[Any, ...]) -> None:
+    if early is None or early.result() != wanted:
+        compile_update(*given)
 
 
 class EngineShapes(NamedTuple):
@@ -142,6 +174,6 @@ def _compile_prompts(arch: Architecture, shapes: EngineShapes) -> None:
     given = (arch, shapes.params, tokens, jax.ShapeDtypeStruct((shapes.rows,), jnp.int32))
     sampler.prefill.lower(*given).compile()
     prompts = jax.eval_shape(partial(sampler.prefill, arch), *given[1:])
-    each: list[Any] = [jax.ShapeDtypeStruct(shapes.slots.token.shape, dtype) for dtype in ADMITTED]
-    empty_slots.lower(arch, shapes.config.ends, len(shapes.slots.token), shapes.params["embed"].dtype).compile()
-    sampler.admit.lower(arch, shapes.slots, prompts, sampler.Admission(*each)).compile()
+    width = len(shapes.slots.token)
+    empty_slots.lower(arch, shapes.config.ends, width, shapes.params["embed"].dtype).compile()
+    sampler.admit.lower(arch, shapes.slots, prompts, no_admission(width)).compile()

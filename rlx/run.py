@@ -146,7 +146,12 @@ class Run:
         return self.flow is not None
 
     def open_feed(self) -> Feed:
-        """Where batches come from. What engines serve and the ledger holds must be the run's current state."""
+        """Where batches come from. What engines serve and the ledger holds must be the run's current state.
+
+        Raises what the update could not be compiled for, where that is known by now: before anything is generated.
+        """
+        if self.compiled.done():
+            self.compiled.result()
         parts = Parts(
             self.config,
             self.environments,
@@ -315,9 +320,9 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
     arch = read_architecture(config.model.path)
     placement = assemble.trainer_placement(config, arch)  # refused before there is a directory
     with contextlib.ExitStack() as stack:
-        compiler = stack.enter_context(Compiler(config, arch, placement))
         stream = assemble.task_stream(config, train_tasks)
         directory = stack.enter_context(open_run(config.run.path, config.run.resume))
+        compiler = stack.enter_context(Compiler(config, arch, placement))
         preemption = stack.enter_context(Preemption())
         tasks = [*train_tasks, *held_out]
         graders = stack.enter_context(GraderPool(config.grader, sorted({t.grader for t in tasks})))
@@ -333,14 +338,14 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
         environments = stack.enter_context(entered(Environments(config, model.tokenizer, graders), preemption))
         peers.tell("restore", checkpoints.latest_step)
         begin = beginning(config, directory, checkpoints, state, model, held_out, stream)
+        state = begin.state  # this frame lives as long as the run: the fresh one does not beside a restored one
         step, packing, frozen = scored_shapes(config, model, stack)
-        if not config.lora.rank:
-            model = dataclasses.replace(model, params={})  # the state has all of them, and nothing is frozen beside it
-        compiled = compiler.update(step, optimizer, begin.state, model.params, packing)
+        model = model if config.lora.rank else dataclasses.replace(model, params={})  # the state has all of them
+        compiled = compiler.update(step, optimizer, state, model.params, packing)
         place = Place(directory.path, group, preemption)
         peers.meet()
         peers.tell("published")
-        serving = open_serving(config, model, begin.state.trainable, int(begin.state.version), begin.ledger, place)
+        serving = open_serving(config, model, state.trainable, int(state.version), begin.ledger, place)
         run = Run(
             config=config,
             directory=directory.path,
@@ -359,7 +364,7 @@ def open_training(config: Config, peers: Peers) -> Iterator[Run]:
             preemption=preemption,
             timers=Timers(config.metrics.skip_updates),
             compilations=runtime.CompilationCounter(),
-            state=begin.state,
+            state=state,
             progress=begin.progress,
             ledger=begin.ledger,
             compiled=compiled,

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -192,16 +193,13 @@ class LocalEngine:
         self._prompts.forget({p.key for p in waiting})
 
     def _admission(self, entries: Sequence[tuple[int, int, Pending]]) -> sampler.Admission:
-        size = len(self._owner)
-        prompt = np.full(size, -1, np.int32)
-        count, limit = (np.zeros(size, np.int32) for _ in range(2))
-        seed, temperature = np.zeros(size, np.uint32), np.ones(size, np.float32)
+        given = no_admission(len(self._owner))
         for slot, row, sample in entries:
             request = sample.request
-            prompt[slot], count[slot] = row, sample.count
-            limit[slot] = min(request.max_new_tokens, self.config.context - len(request.prompt))
-            seed[slot], temperature[slot] = sample.seed, request.temperature
-        return sampler.Admission(*(jax.device_put(x) for x in (prompt, count, limit, seed, temperature)))
+            given.prompt[slot], given.count[slot] = row, sample.count
+            given.limit[slot] = min(request.max_new_tokens, self.config.context - len(request.prompt))
+            given.seed[slot], given.temperature[slot] = sample.seed, request.temperature
+        return jax.device_put(given)
 
     def _collect(self, dispatch: sampler.Dispatch) -> None:
         """Take what was written; give finished samples back."""
@@ -248,6 +246,18 @@ class LocalEngine:
 def sampler_config(config: EngineConfig, head_size: int, record_routes: bool) -> SamplerConfig:
     ends = tuple(sorted({b for b in config.prefill_buckets if b < config.context} | {config.context}))
     return SamplerConfig(ends, head_size, config.steps_per_dispatch, record_routes)
+
+
+def no_admission(slots: int) -> Any:
+    """A `sampler.Admission` of numpy arrays, to be filled in, in which every slot goes on with what it has."""
+    fields: dict[str, Any] = {
+        "prompt": np.full(slots, -1, np.int32),
+        "count": np.zeros(slots, np.int32),
+        "limit": np.zeros(slots, np.int32),
+        "seed": np.zeros(slots, np.uint32),
+        "temperature": np.ones(slots, np.float32),
+    }
+    return sampler.Admission(**fields)
 
 
 def reached(ends: tuple[int, ...], longest: int) -> int:

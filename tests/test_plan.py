@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from rlx.models.placed import bubble
 from rlx.models.spec import layer_specs, param_specs
 from rlx.parallel.layout import Layout, parse_layout, unsupported_reason
 from rlx.planning import engine, scoring
-from rlx.planning.case import Case, case_of, dealt, groups, numbers_here
-from rlx.planning.costs import _shown, costs, flops_of_token
+from rlx.planning.case import Case, case_of, dealt, flat_specs, groups, numbers_here
+from rlx.planning.costs import _shown, attention_flops, costs, flops_of_token, once_more
 from rlx.planning.estimate import memory
 from rlx.planning.hardware import DEVICES
 from rlx.planning.memory import WIDE, held, temporaries
@@ -283,6 +284,21 @@ def test_linear_attention_over_cp_exchanges_states_and_computes_twice():
     assert _shown(short, deltas[0]) == _shown(long, deltas[0]) > 0
     two, four = (temporaries(case("tiny_hybrid.py", layout, tokens=1024)).recurrent for layout in ("CP2", "CP4"))
     assert two == 2 * four
+
+
+def test_a_mesh_computes_experts_and_delta_rules_once_more():
+    """Experts only where a layer is not recomputed: then their results are of no use a second time."""
+    moe, hybrid = (
+        dataclasses.replace(case(f"tiny_{kind}.py", "DP2", tokens=256), remat="none") for kind in ("moe", "hybrid")
+    )
+    experts, rule = moe.arch.layers[-1], next(x for x in hybrid.arch.layers if isinstance(x.mixer, DeltaNet))
+    weights = [
+        math.prod(s.shape) for path, s in flat_specs(moe.arch, experts).items() if path[:2] == ("mlp", "experts")
+    ]
+    assert once_more(moe, experts) == 2 * sum(weights) * experts.mlp.top_k / experts.mlp.count
+    assert once_more(dataclasses.replace(moe, remat="layer"), experts) == 0
+    assert once_more(hybrid, rule) >= attention_flops(rule.mixer, 256)
+    assert once_more(case("tiny_hybrid.py", "DP1", tokens=256), rule) == 0
 
 
 def test_scores_of_long_rows_are_those_of_a_block():

@@ -104,13 +104,38 @@ def _passes(case: Case) -> float:
 
 def layer_flops(arch: Architecture, layer: Layer, tokens: int) -> tuple[float, float]:
     """(products with weights, attention) of a token of a row of `tokens`, forward."""
-    products = 0.0
-    for path, spec in flat_specs(arch, layer).items():
-        if path[:2] == ("mlp", "experts") and isinstance(layer.mlp, Experts):
-            products += 2 * math.prod(spec.shape) * layer.mlp.top_k / layer.mlp.count
-        elif path[-1] == "kernel":
-            products += 2 * math.prod(spec.shape)
-    return products, attention_flops(layer.mixer, tokens)
+    products = sum(
+        2.0 * math.prod(spec.shape)
+        for path, spec in flat_specs(arch, layer).items()
+        if path[-1] == "kernel" and path[:2] != ("mlp", "experts")
+    )
+    return products + _expert_flops(arch, layer), attention_flops(layer.mixer, tokens)
+
+
+def _expert_flops(arch: Architecture, layer: Layer) -> float:
+    """Of the experts that a token is sent to."""
+    if not isinstance(layer.mlp, Experts):
+        return 0.0
+    every = sum(
+        math.prod(spec.shape) for path, spec in flat_specs(arch, layer).items() if path[:2] == ("mlp", "experts")
+    )
+    return 2.0 * every * layer.mlp.top_k / layer.mlp.count
+
+
+def once_more(case: Case, layer: Layer) -> float:
+    """FLOPs of a token of what is computed again on a mesh whatever `remat` says, by backward passes of their own: a
+    delta rule, and experts, whose forward pass a recomputed layer has no use for (`rlx.models.sharded_recurrence`,
+    `rlx.parallel.expert`)."""
+    if case.layout.devices == 1:
+        return 0.0
+    experts = _expert_flops(case.arch, layer) if case.remat != "layer" else 0.0
+    rule = isinstance(layer.mixer, DeltaNet | KimiDelta)
+    return experts + (attention_flops(layer.mixer, case.tokens) * _maps(case, layer) if rule else 0.0)
+
+
+def _maps(case: Case, layer: Layer) -> int:
+    """How often attention is computed: over cp delta rules find the map of their part of a row beside its outputs."""
+    return 2 if case.layout.cp > 1 and isinstance(layer.mixer, DeltaNet | KimiDelta) else 1
 
 
 def attention_flops(mixer: Mixer, tokens: int) -> float:
@@ -163,19 +188,21 @@ def _total(case: Case, passes: float) -> float:
     recomputed = passes > (2.0 if case.config.lora.rank else 3.0)
     attention = 3.5 + (1.0 if recomputed else 0.0)
     head = 3.0 if case.config.lora.rank else 4.0
-    return tokens * (one.products * passes + one.attention * attention) + targets * one.head * head
+    again = sum(once_more(case, layer) for layer in case.arch.layers)
+    return tokens * (one.products * passes + one.attention * attention + again) + targets * one.head * head
 
 
 def _on_busiest_device(case: Case, passes: float) -> float:
-    """Of a micro-batch: layers outside of the pipeline are computed by every stage; over cp delta rules find the map of
-    their part of a row beside its outputs."""
+    """Of a micro-batch: layers outside of the pipeline are computed by every stage."""
     layout, total = case.layout, 0.0
     tokens = case.rows * case.tokens / (layout.dp * layout.cp * layout.tp)
     for group in groups(case):
         for slot in group:
             products, attention = layer_flops(case.arch, slot.layer, case.tokens)
-            again = 2 if layout.cp > 1 and isinstance(slot.layer.mixer, DeltaNet | KimiDelta) else 1
-            total += repeats_here(case, group) * (products * passes + attention * again * (passes + 1.5)) * tokens
+            each = (
+                products * passes + attention * _maps(case, slot.layer) * (passes + 1.5) + once_more(case, slot.layer)
+            )
+            total += repeats_here(case, group) * each * tokens
     head = flops_of_token(case).head * (3.0 if case.config.lora.rank else 4.0)
     return total + head * case.rows * case.targets / layout.devices
 
@@ -218,16 +245,16 @@ def _sent(case: Case, passes: float) -> dict[str, float]:
         sent["dp"] = (layout.dp - 1) * weights * forwards + (layout.dp - 1) * weights + 2 * of(layout.dp) * own
     if layout.ep > 1:
         exchanged = sum(repeats_here(case, group) * _block(case, slot.layer) for group, slot in layers)
-        sent["ep"] = of(layout.ep) * exchanged * (2 * forwards + 4)
+        sent["ep"] = of(layout.ep) * exchanged * 6  # there and back: forward, that again, backward; `once_more`
     return {name: size for name, size in sent.items() if size}
 
 
 def _rounds(case: Case, mixer: Mixer, forwards: float) -> float:
     """How often a device sends what `_shown` counts: to each of the others in each forward pass and twice in the
-    backward pass, whose gradients go once all the way round a ring, as float32."""
+    backward pass, where attention's gradients are float32 and go once all the way round a ring."""
     others = case.layout.cp - 1
-    if case.ring and isinstance(mixer, Attention | LatentAttention):
-        return others * (forwards + 1) + case.layout.cp * WIDE / case.itemsize
+    if isinstance(mixer, Attention | LatentAttention):
+        return others * (forwards + 1) + (case.layout.cp if case.ring else others) * WIDE / case.itemsize
     return others * (forwards + 2)
 
 

@@ -28,7 +28,7 @@ OFTEN = [
     ("hybrid", "PP4 DP2", 4),
     ("mla", "TP2 DP2 CP2 EP4", 4),
     ("mla", "TP2 PP2 CP2", 0),
-    ("k3", "TP4 PP3 CP2 DP1 EP8", 4),
+    ("k3", "TP2 PP2 CP2", 0),
     ("k3", "TP2 DP2 CP2 EP4", 4),
 ]
 KINDS = ("dense", "moe", "hybrid", "mla", "k3")
@@ -47,10 +47,12 @@ ATTENTION = [
 ATTENTION_ALL = [
     (kind, layout, rank, keys)
     for kind in KINDS
-    for layout in ("TP4 PP3 CP2 DP1 EP8", "TP1 PP1 CP2 DP4", "CP4 TP2", "PP2 CP4")
-    for rank in (0, 4)
-    for keys in ((RING,), (RING, BLOCKS), (BLOCKS,))
-    if (kind, layout, rank, keys) not in ATTENTION
+    for layout, rank, keys in [
+        ("TP4 PP3 CP2 DP1 EP8", 0, (RING,)),
+        ("TP1 PP1 CP2 DP4", 4, (BLOCKS,)),
+        ("CP4 TP2", 0, (RING, BLOCKS)),
+        ("PP2 CP4", 4, (RING, BLOCKS)),
+    ]
 ]
 
 WHOLE = ("cluster.sequence_parallel=False",)

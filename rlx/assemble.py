@@ -24,6 +24,7 @@ from rlx.learner.routing import RouterLosses
 from rlx.learner.state import LearnerState, init_state, make_optimizer, state_shardings
 from rlx.learner.step import Batch, MicroBatch, StepConfig
 from rlx.models import files, hf
+from rlx.models.blockwise import default_block
 from rlx.models.lora import adapter_scale, adapter_specs, kernels, merged_kernels, replaced
 from rlx.models.placed import placement_of, shardings, sizes_of, training
 from rlx.models.sampler import routes_shape
@@ -291,7 +292,7 @@ def step_config(
         unrolled=unrolled(config, arch),
         router_losses=RouterLosses(config.model.balance_loss, config.model.router_z_loss),
         placement=placement,
-        attention_block=config.model.attention_block,
+        attention_block=attention_block(config, placement),
     )
 
 
@@ -300,6 +301,12 @@ def shapes(config: Config, arch: Architecture, placement: Placement | None) -> t
     samples = config.rollout.tasks_per_update * config.rollout.group_size
     step = step_config(config, arch, samples, placement)
     return step, packing_config(config, samples, head_size(config), replayed_routes(config, arch))
+
+
+def attention_block(config: Config, placement: Placement | None) -> int:
+    """Tokens whose attention scores exist at once in an update, 0 = all of a row's."""
+    platform = jax.default_backend() if placement is None else placement.mesh.devices.flat[0].platform
+    return config.model.attention_block or default_block(config.learner.row_tokens, accelerator=platform != "cpu")
 
 
 def unrolled(config: Config, arch: Architecture) -> bool:

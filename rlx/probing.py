@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rlx.models.blockwise import default_block
 from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import forward, head_matrix
 
@@ -102,7 +103,8 @@ def _rows(
 ) -> tuple[Array, ...]:
     positions = jnp.arange(len(tokens))
     segments = (positions < length).astype(jnp.int32)
-    hidden = forward(arch, params, tokens[None], positions[None], segments[None])[0]
+    block = default_block(len(tokens), accelerator=jax.default_backend() != "cpu")
+    hidden = forward(arch, params, tokens[None], positions[None], segments[None], attention_block=block)[0]
     targets = jnp.roll(tokens, -1)
 
     def chunk(args: tuple[Array, Array]) -> tuple[Array, ...]:

@@ -53,6 +53,12 @@ def adapter(config, model):
     return jax.tree.map(lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype), state.trainable)
 
 
+@pytest.mark.parametrize("row_tokens, asked, expected", [(64, 0, 0), (2048, 0, 256), (2048, 128, 128)])
+def test_blocks_of_scores_are_those_of_the_machine_unless_asked_for(config, model, row_tokens, asked, expected):
+    made = config(learner__row_tokens=row_tokens, model__attention_block=asked)
+    assert assemble.step_config(made, model.arch, 4).attention_block == expected
+
+
 def test_the_model_is_the_directorys(model):
     assert model.arch == ARCH
     jax.tree.map(np.testing.assert_array_equal, model.params, tiny_model.params())

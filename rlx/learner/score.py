@@ -47,6 +47,7 @@ def score(
             (positions < length).astype(jnp.int32)[None],
             adapter=adapter,
             adapter_scale=config.adapter_scale or 1.0,
+            attention_block=config.attention_block,
         )[0]
         stats = token_stats(
             hidden[:-1],

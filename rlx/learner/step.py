@@ -53,7 +53,7 @@ class StepConfig:
     head_precision: Precision | None = None  # of the output head's products; None: what the dtypes say
     unrolled: bool = False  # layers one after the other in the program, not in a loop
     placement: Placement | None = None  # the devices that share an update, None = one
-    attention_block: int = 0  # tokens, 0 = by the rows' length: `rlx.models.blockwise.block_size`
+    attention_block: int = 0  # tokens whose attention scores exist at once, 0 = all of a row's
 
 
 @struct.dataclass

@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Where no block is asked for."""
+    """`default_block` of a kind of machine."""
 
     whole: int  # tokens of the longest row whose scores are held whole
     block: int  # tokens of a block of longer rows
@@ -40,16 +40,21 @@ class Rule(NamedTuple):
 CPU, ACCELERATOR = Rule(whole=512, block=256), Rule(whole=1024, block=1024)
 
 
-def block_size(asked: int, tokens: int, ranks: int = 1, *, always: bool = False, accelerator: bool = False) -> int:
+def default_block(tokens: int, *, accelerator: bool) -> int:
+    """Where none is asked for: tokens of a block of rows of so many `tokens`, 0 = scores are held whole."""
+    rule = ACCELERATOR if accelerator else CPU
+    return rule.block if tokens > rule.whole else 0
+
+
+def block_size(asked: int, tokens: int, ranks: int = 1, *, always: bool = False) -> int:
     """Tokens of a block of rows of so many `tokens`, 0 = scores are held whole.
 
-    asked: tokens; 0 = by the row's length.
+    asked: the most tokens of a block; 0 = as many as a row has.
     ranks: devices that share a row. It is dealt out to them in 2 · ranks parts, none of which shares a block with
       another, so that what the causal order rules out is whole blocks.
     always: blocks even where a row is no longer than one.
     """
-    rule = ACCELERATOR if accelerator else CPU
-    size = asked or (rule.block if tokens > rule.whole else tokens)
+    size = asked or tokens
     if size >= tokens and not always:
         return 0
     part = max(tokens // (2 * ranks), 1) if ranks > 1 else tokens

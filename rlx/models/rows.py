@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
@@ -45,14 +44,13 @@ def packed_rows(
     placement: Placement | None = None,
     attention_block: int = 0,
 ) -> Rows:
-    """attention_block: tokens, 0 = by the rows' length, as `rlx.models.blockwise.block_size` has it."""
+    """attention_block: the most tokens whose attention scores exist at once, 0 = all of a row's."""
     ids = Ids(positions, segment_ids, jnp.zeros_like(segment_ids) if prefix_ids is None else prefix_ids)
     if placement is not None:
         ids = Ids(*(placement.rows(x) for x in ids))
     ring = placement is not None and placement.ring
     ranks = 1 if placement is None else placement.layout.cp
-    on_cpu = jax.default_backend() == "cpu"
-    block = block_size(attention_block, positions.shape[1], ranks, always=ring, accelerator=not on_cpu)
+    block = block_size(attention_block, positions.shape[1], ranks, always=ring)
     masks = () if block else tuple(visible(ids, ids, window) for window in arch.windows)
     if placement is not None:
         masks = tuple(placement.rows(mask) for mask in masks)

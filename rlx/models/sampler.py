@@ -21,6 +21,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from rlx.models import residual
+from rlx.models.blockwise import default_block
 from rlx.models.cache import LayerCache
 from rlx.models.description import Architecture, Experts, Params
 from rlx.models.kinds import kind
@@ -128,7 +129,8 @@ def prefill(
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     inside = positions < lengths[:, None] - 1
-    packed = packed_rows(arch, positions, inside.astype(jnp.int32))
+    at_once = default_block(length, accelerator=jax.default_backend() != "cpu")  # an engine has one device, jax's first
+    packed = packed_rows(arch, positions, inside.astype(jnp.int32), attention_block=at_once)
     stream, caches = residual.start(arch, params["embed"][tokens]), []
     for number, (layer, weights) in enumerate(zip(arch.layers, params["layers"], strict=True)):
         functions = kind(layer.mixer)

@@ -117,7 +117,7 @@ def forward(
         it compiles for as many times longer as there are layers.
       placement: the devices that share the work, None = one. A pipeline runs groups with at least a repeat a stage;
         others, a dense first layer say, are computed by every stage.
-      attention_block: tokens whose attention scores exist at once, 0 = by the rows' length.
+      attention_block: tokens whose attention scores exist at once, 0 = all of a row's.
     """
     return forward_routed(
         arch,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from rlx.assemble import head_size, remat, replayed_routes, trained_specs
 from rlx.config.schema import Config, LoraConfig
-from rlx.models.blockwise import block_size
+from rlx.models.blockwise import block_size, default_block
 from rlx.models.description import Architecture, Layer, Params, ParamSpec, Slot, group_slots
 from rlx.models.lora import adapter_specs
 from rlx.models.placed import partitions, sizes_of
@@ -79,8 +79,8 @@ class Case:
 
     def attention_block(self, accelerator: bool) -> int:
         """Tokens of a block of scores, 0 = those of a device are held whole."""
-        asked = self.config.model.attention_block
-        return block_size(asked, self.tokens, self.layout.cp, always=self.ring, accelerator=accelerator)
+        asked = self.config.model.attention_block or default_block(self.tokens, accelerator=accelerator)
+        return block_size(asked, self.tokens, self.layout.cp, always=self.ring)
 
     def checked(self) -> Case:
         """Itself. Raises LayoutError where model or batch do not allow the layout, with the nearest that they do."""

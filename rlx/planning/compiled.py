@@ -51,6 +51,7 @@ def accounts(case: Case) -> Accounts:
     step = dataclasses.replace(
         step_config(case.config, case.arch, case.rows, placement),
         remat=case.remat,
+        attention_block=case.attention_block(accelerator=placement.mesh.devices.flat[0].platform != "cpu"),
         unrolled=False,
         logprob_implementation="xla",
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.models.blockwise import ACCELERATOR, CPU, Blocks, block_size, blockwise_attention
+from rlx.models.blockwise import ACCELERATOR, CPU, Blocks, block_size, blockwise_attention, default_block
 from rlx.models.layers import Ids, visible
 from rlx.models.packed_attention import packed_attention
 from tests.models.packed_rows import (
@@ -87,8 +87,9 @@ def test_memory_is_that_of_blocks():
 
 def test_blocks_by_the_length_of_a_row():
     for rule, accelerator in ((CPU, False), (ACCELERATOR, True)):
-        assert block_size(0, rule.whole, accelerator=accelerator) == 0
-        assert block_size(0, 4 * rule.whole, accelerator=accelerator) == rule.block
+        assert default_block(rule.whole, accelerator=accelerator) == 0
+        assert default_block(4 * rule.whole, accelerator=accelerator) == rule.block
+    assert block_size(0, 4 * CPU.whole) == 0
     assert block_size(256, 256) == 0
     assert block_size(128, 256) == 128
     assert block_size(0, 64, 2, always=True) == 16, "a part of the four that two ranks deal a row out in"

@@ -8,7 +8,7 @@ frozen policies have a say it begins once they are there. The engine's wait for 
 from __future__ import annotations
 
 from collections.abc import Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 from rlx import assemble
-from rlx.background import Background
 from rlx.config.schema import Config
 from rlx.data.packing import PackingConfig, pack
 from rlx.learner.state import LearnerState, init_state, make_optimizer
@@ -70,13 +69,14 @@ def signature(
 class Compiler:
     """Of a run on `placement`. The update's compilation begins at once where its shapes are known.
 
-    A context manager. Leaving it waits for nothing, nor does the process: what is refused while programs compile ends
-    the program at once. The program that a thread is at is compiled to its end all the same where the process goes on.
+    A context manager. Leaving it drops what has not begun and waits for nothing. The process ends when the program that
+    a thread is at is compiled: XLA cannot be stopped, and an interpreter that ends beneath it is aborted, exit code and
+    all.
     """
 
     def __init__(self, config: Config, arch: Architecture, placement: Placement | None):
         self._config, self._arch, self._placement = config, arch, placement
-        self._threads = Background(2, "compiler")
+        self._threads = ThreadPoolExecutor(2, "compiler")
         self._early: Future[Signature] | None = None
         self._update: Future[None] | None = None
         self._engine: list[Future[None]] = []
@@ -90,7 +90,7 @@ class Compiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._threads.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def update(
         self,

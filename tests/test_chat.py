@@ -179,7 +179,15 @@ def test_a_refused_question_leaves_the_conversation_as_it_was(speaker, monkeypat
     assert conversation._messages == before
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_talk(speaker, monkeypatch, capsys):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as on a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_talk(speaker, interruptible, monkeypatch, capsys):
     conversation = Conversation(speaker, OPTIONS._replace(max_new_tokens=60), system="")
     asked = []
     ask = conversation.ask

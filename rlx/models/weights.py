@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -12,16 +13,18 @@ from rlx.models.description import NormKind, Params, ParamSpec
 from rlx.models.layers import KEPT, rms_norm, wide
 
 
-class Weights(NamedTuple):
+@struct.dataclass
+class Weights:
     """A subtree of a layer's parameters with the same subtree of its LoRA adapter, where it has one."""
 
     params: Params
     adapter: Params
     scale: float  # alpha / rank
-    flat: bool = True  # products see tokens as one axis; on a mesh rows and tokens are cut each, as one they cannot be
+    # Products see tokens as one axis; on a mesh rows and tokens are cut each, and as one they cannot be.
+    flat: bool = struct.field(pytree_node=False, default=True)
 
     def sub(self, name: str) -> Weights:
-        return self._replace(params=self.params[name], adapter=self.adapter.get(name, {}))
+        return dataclasses.replace(self, params=self.params[name], adapter=self.adapter.get(name, {}))
 
 
 def project(weights: Weights, name: str, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:

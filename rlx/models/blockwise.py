@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rlx.models.layers import Ids, visible, wide
-from rlx.models.packed_attention import differentiable, product, scores_of
+from rlx.models.packed_attention import differentiable, gradients_of, product, scores_of
 
 Running = tuple[Array, Array, Array]  # of a block of queries: largest score, mass and Σ weight · value so far
 
@@ -156,14 +156,7 @@ def _pulled(
     allowed = visible(ids, key_ids, window)
 
     def seen() -> tuple[Array, Array, Array]:
-        weights = jnp.exp(scores_of(query, key, allowed) - sums)
-        d_weights = product("rkqd,rksd->rkqs", d_out, value)
-        d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
-        return (
-            product("rkqs,rksd->rkqd", d_scores, key),
-            product("rkqs,rkqd->rksd", d_scores, query),
-            product("rkqs,rkqd->rksd", weights.astype(value.dtype), d_out),
-        )
+        return gradients_of(query, key, value, allowed, sums, shared, d_out)
 
     nothing = lambda: (jnp.zeros_like(d_query), jnp.zeros_like(d_key[0]), jnp.zeros_like(d_value[0]))  # noqa: E731
     parts = jax.lax.cond(allowed.any(), seen, nothing)

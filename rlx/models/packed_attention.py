@@ -65,13 +65,21 @@ def pull(
     d_out = _seeing(allowed, d_out)
     shared = _stacked((wide(d_out) * wide(out)).sum(-1, keepdims=True), kv_heads)
     d_out = _stacked(d_out, kv_heads)
+    d_query, d_key, d_value = gradients_of(query, key, value, allowed, logsumexp, shared, d_out)
+    return _unstacked(d_query, length), _unstacked(d_key, seen), _unstacked(d_value, seen)
+
+
+def gradients_of(
+    query: Array, key: Array, value: Array, allowed: Array, logsumexp: Array, shared: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
+    """(dQ, dK, dV) of stacked arrays, of a row or of a block of it. shared: Σ dO · O of each query, over its width."""
     weights = jnp.exp(scores_of(query, key, allowed) - logsumexp)
     d_weights = product("rkqd,rksd->rkqs", d_out, value)
     d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
     d_query = product("rkqs,rksd->rkqd", d_scores, key)
     d_key = product("rkqs,rkqd->rksd", d_scores, query)
     d_value = product("rkqs,rkqd->rksd", weights.astype(value.dtype), d_out)
-    return _unstacked(d_query, length), _unstacked(d_key, seen), _unstacked(d_value, seen)
+    return d_query, d_key, d_value
 
 
 def differentiable(

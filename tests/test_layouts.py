@@ -175,6 +175,13 @@ def test_in_float32_a_layout_is_no_further_off_than_one_device():
     assert judged(spread, own)["ok"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind, layout, rank", [(k, text, rank) for k in KINDS for text in LAYOUTS for rank in (0, 4)])
+def test_in_float32_no_layout_is_further_off_than_one_device(kind, layout, rank):
+    report = judged(*compared(kind, layout, rank, "float32"))
+    assert report["ok"], report
+
+
 def test_a_wrong_tensor_is_found_and_named():
     good = (TensorError("a", 1e-15), TensorError("b", 1e-14))
     assert judged(Comparison(Layout(dp=2), 0.0, good, good), None)["ok"]

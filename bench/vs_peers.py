@@ -54,7 +54,7 @@ class Side(NamedTuple):
 
     def command(self) -> list[str]:
         if self.name == "rlx":
-            return [sys.executable, "-m", "bench.peers.rlx_grpo", self.model, *([self.cache] if self.cache else [])]
+            return [sys.executable, "-m", "bench.peers.start_rlx", self.model, *([self.cache] if self.cache else [])]
         return [str(interpreter(self.name)), str(ROOT / "bench" / "peers" / f"{self.name}_grpo.py"), self.model]
 
     def environment(self) -> dict[str, str]:

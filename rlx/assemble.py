@@ -35,7 +35,8 @@ from rlx.parallel.gather import Gather
 from rlx.parallel.layout import Layout, LayoutError, check, parse_layout
 from rlx.parallel.mesh import Placement
 from rlx.rollout.collect import Sampling
-from rlx.rollout.local import LocalEngine
+from rlx.rollout.lanes import LaneEngine, lane_config
+from rlx.rollout.local import LocalEngine, served
 from rlx.types import Task
 
 # Under model.scan_layers = "auto" the most layers that the update's program holds one after the other.
@@ -77,6 +78,11 @@ def load_model(config: Config, *, on_mesh: bool = False) -> Model:
         raise ConfigError(
             f"config.model.replay_routes = True: the model in {path} ({arch.model_type}) has no experts to choose; "
             "set it to False"
+        )
+    if config.engine.lanes > 1 and jax.default_backend() != "cpu":
+        raise ConfigError(
+            f"config.engine.lanes = {config.engine.lanes}: lanes are for CPUs, and here is a {jax.default_backend()}; "
+            "set it to 1"
         )
     reason = prefix_sharing_unsupported_reason(arch)
     if config.learner.prefix_sharing and reason:
@@ -235,16 +241,22 @@ def head_size(config: Config) -> int:
     return config.rollout.head_size if config.objective.needs_head else 0
 
 
-def make_engine(config: Config, model: Model, params: Params, version: int) -> LocalEngine:
-    return LocalEngine(
-        model.arch,
-        config.engine,
-        params,
-        version=version,
-        head_size=head_size(config),
-        stop_ids=tuple(model.tokenizer.stop_token_ids),
-        record_routes=config.model.replay_routes,
-    )
+def make_engine(config: Config, model: Model, params: Params, version: int) -> LocalEngine | LaneEngine:
+    """The embedded engine of `config`, in as many lanes as it wants."""
+    weights = served(model.arch, params)
+
+    def lane() -> LocalEngine:
+        return LocalEngine(
+            model.arch,
+            lane_config(config.engine),
+            weights,
+            version=version,
+            head_size=head_size(config),
+            stop_ids=tuple(model.tokenizer.stop_token_ids),
+            record_routes=config.model.replay_routes,
+        )
+
+    return lane() if config.engine.lanes == 1 else LaneEngine([lane() for _ in range(config.engine.lanes)])
 
 
 def sampling(config: Config) -> Sampling:

@@ -115,6 +115,7 @@ def make_engine(speaker: Speaker, options: Options) -> LocalEngine:
         prefill_buckets=buckets,
         prefill_rows=1,
         steps_per_dispatch=FIRST,
+        lanes=1,
     )
     return LocalEngine(
         speaker.arch,

@@ -26,6 +26,7 @@ from rlx.models.prompts import rows_for
 from rlx.models.sampler import SamplerConfig, Slots
 from rlx.models.spec import Architecture, Params, ParamSpec, param_specs
 from rlx.parallel.mesh import Placement
+from rlx.rollout.lanes import lane_config
 from rlx.rollout.local import empty_slots, no_admission, reached, sampler_config, width_for, widths
 
 
@@ -150,15 +151,16 @@ class EngineShapes(NamedTuple):
 
 def _engine_shapes(config: Config, arch: Architecture, longest: int) -> EngineShapes:
     own = sampler_config(config.engine, assemble.head_size(config), config.model.replay_routes)
-    samples = config.rollout.tasks_per_update * config.rollout.group_size
-    width = width_for(widths(config.engine.slots), samples)
+    lane = lane_config(config.engine)
+    prompts = -(-config.rollout.tasks_per_update // config.engine.lanes)  # of the first lane, the others have no more
+    width = width_for(widths(lane.slots), prompts * config.rollout.group_size)
     params = jax.eval_shape(partial(sampler.unstack_layers, arch), abstract_params(config, arch))
     return EngineShapes(
         own,
         params,
         jax.eval_shape(partial(sampler.init_slots, arch, own.ends, width, params["embed"].dtype)),
         bucket=next(end for end in own.ends if end >= longest),
-        rows=rows_for(config.engine.prefill_rows, config.rollout.tasks_per_update),
+        rows=rows_for(config.engine.prefill_rows, prompts),
         stretches=reached(own.ends, longest),
     )
 

@@ -33,8 +33,8 @@ from rlx.proxy.edge import EdgeOptions, Tally, classify, next_attempts, nothing_
 from rlx.proxy.report import Report
 from rlx.proxy.split import SplitOptions, evidence, report, split, without_verdict
 from rlx.rollout.collect import collect
+from rlx.rollout.engine import Engine
 from rlx.rollout.fates import graded
-from rlx.rollout.local import LocalEngine
 from rlx.sessions.environments import Environments
 from rlx.types import Group, StopReason, Task
 
@@ -49,7 +49,7 @@ class Attempts:
 
     config: Config
     model: assemble.Model
-    engine: LocalEngine
+    engine: Engine
     environments: Environments
     tasks: Sequence[Task]
     round: int = 0

@@ -39,7 +39,7 @@ from rlx.parallel import runtime
 from rlx.proxy.compare import difference
 from rlx.proxy.report import rate
 from rlx.proxy.runs import WATCH, Evaluation, Point
-from rlx.rollout.local import LocalEngine
+from rlx.rollout.engine import Replica
 from rlx.sessions.environments import Environments
 from rlx.types import Task
 
@@ -69,7 +69,7 @@ class Watcher:
     options: WatchOptions
     model: assemble.Model
     held_out: list[Task]
-    engine: LocalEngine
+    engine: Replica
     environments: Environments
     records: JsonlWriter
     board: TensorBoard

@@ -147,6 +147,22 @@ def test_the_engine_serves_the_policy_and_stops_at_the_end_of_a_turn(config, mod
     assert engine.config.ends == (8, 16, 32)
 
 
+def test_an_engine_of_lanes_shares_its_slots_out(config, model):
+    c = config()
+    c = dataclasses.replace(c, engine=dataclasses.replace(c.engine, slots=4, lanes=2))
+    engine = assemble.make_engine(c, model, model.params, version=5)
+    assert (engine.admission, engine.version) == (4, 5)
+    assert [lane.admission for lane in engine._lanes] == [2, 2]
+
+
+def test_lanes_are_refused_on_accelerators(config, monkeypatch):
+    monkeypatch.setattr(assemble.jax, "default_backend", lambda: "gpu")
+    c = config()
+    c = dataclasses.replace(c, engine=dataclasses.replace(c.engine, lanes=2))
+    with pytest.raises(ConfigError, match=r"engine.lanes = 2: lanes are for CPUs, and here is a gpu; set it to 1"):
+        assemble.load_model(c)
+
+
 # -------------------------------------------------------------------------------------------------------------- shapes
 
 

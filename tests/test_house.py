@@ -47,7 +47,7 @@ HOST = (
     "rlx.metrics",
     "rlx.proxy",
 )
-DEVICE_IN_HOST = ("rlx.rollout.local",)
+DEVICE_IN_HOST = ("rlx.rollout.local", "rlx.rollout.lanes")
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 CONFIG_EDGE = ("rlx.config.parse", "rlx.config.flags")
 # Scripts that run in the engines' environment, which has torch and neither rlx nor its Python.

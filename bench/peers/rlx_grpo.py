@@ -1,4 +1,4 @@
-"""rlx's GRPO on the work of `work.py`, step by step on command: `python -m bench.peers.rlx_grpo MODEL [CACHE]`.
+"""rlx's GRPO on the work of `work.py`, step by step on command: `python -m bench.peers.start_rlx MODEL [CACHE]`.
 
 What runs is a training run as `rlx train` opens it, and the phases of its loop (`rollout`, `select`, `learn`, `report`)
 with everything that they do in one: the embedded engine, grading in worker processes, packing, the update, publishing,
@@ -7,7 +7,7 @@ checkpoints around the loop, which the other sides do not make either. Two thing
 scoring function, and that the engine is given no stop tokens.
 
 CACHE is a directory for XLA's persistent cache; without one everything is compiled anew.
-`python -m bench.peers.rlx_grpo --write MODEL` writes the model and tokenizer that all sides read.
+`python -m bench.peers.start_rlx --write MODEL` writes the model and tokenizer that all sides read.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make_config(model: str, runs: Path, cache: str) -> Config:
     c.rollout.max_new_tokens, c.rollout.head_size = work.NEW_TOKENS, 0
     c.engine.slots, c.engine.context = work.SEQUENCES, work.PROMPT_TOKENS + work.NEW_TOKENS
     c.engine.prefill_buckets, c.engine.prefill_rows = (work.PROMPT_TOKENS,), work.PROMPTS
-    c.engine.steps_per_dispatch = work.NEW_TOKENS
+    c.engine.steps_per_dispatch, c.engine.lanes = work.NEW_TOKENS, 2
     c.learner.updates = 10**6
     c.learner.learning_rate, (c.learner.b1, c.learner.b2) = work.LEARNING_RATE, work.BETAS
     c.learner.eps, c.learner.max_grad_norm = work.EPSILON, work.CLIP_NORM
@@ -151,7 +151,3 @@ def main() -> None:
         while channel.step_is_wanted():
             channel.say(**step(run, feed))
         channel.say(seconds=run.timers.totals)
-
-
-if __name__ == "__main__":
-    main()

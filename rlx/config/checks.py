@@ -16,6 +16,7 @@ from typing import Any
 
 from rlx.config.chat_checks import chat_problems
 from rlx.config.cluster_checks import cluster_problems
+from rlx.config.engine_checks import engine_problems
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.frozen_checks import objective_problems
 from rlx.config.inference_checks import inference_problems
@@ -24,8 +25,6 @@ from rlx.config.producer_checks import producer_problems
 from rlx.config.sandbox_checks import sandbox_problems
 from rlx.config.schema import LINEAR_LAYERS, Config, TaskSourceConfig
 from rlx.config.simulation_checks import simulation_problems
-
-FULL_SUPPORT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 # What an implementation of the output head can multiply in, where that is not everything.
 HEAD_PRECISIONS = {"reference": ("auto", "bfloat16", "float32"), "mosaic": ("auto", "bfloat16")}
@@ -42,6 +41,7 @@ AT_LEAST_ONE = (
     "engine.context",
     "engine.prefill_rows",
     "engine.steps_per_dispatch",
+    "engine.lanes",
     "learner.updates",
     "learner.row_tokens",
     "learner.micro_batch_rows",
@@ -109,7 +109,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _rollout,
         sandbox_problems,
         _producer,
-        _engine,
+        engine_problems,
         _inference,
         _lengths,
         _learner,
@@ -283,25 +283,6 @@ def _producer(config: Config) -> list[str]:
 
 def _inference(config: Config) -> list[str]:
     return inference_problems(config)
-
-
-def _engine(config: Config) -> list[str]:
-    rollout, engine = config.rollout, config.engine
-    buckets = engine.prefill_buckets
-    problems = []
-    for name, off in FULL_SUPPORT.items():
-        if (value := getattr(rollout, name)) != off:
-            why = f"the {engine.kind} engine samples from the full distribution only; set it to {off}"
-            problems.append(_said(f"rollout.{name}", value, why))
-    if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
-        problems.append(_said("engine.prefill_buckets", buckets, "must be ascending lengths in tokens, e.g. (64, 128)"))
-    elif buckets[-1] > engine.context:
-        why = f"the largest must be at most config.engine.context = {engine.context}"
-        problems.append(_said("engine.prefill_buckets", buckets, why))
-    if engine.prefill_rows > engine.slots:
-        why = f"must be at most config.engine.slots = {engine.slots}"
-        problems.append(_said("engine.prefill_rows", engine.prefill_rows, why))
-    return problems
 
 
 def _lengths(config: Config) -> list[str]:

@@ -147,6 +147,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...]
     prefill_rows: int
     steps_per_dispatch: int
+    lanes: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,11 +184,11 @@ def _has_cache(case: Case) -> bool:
 def _slots(case: Case) -> Iterator[Keys]:
     """Fewer sequences at once in the embedded engine."""
     engine = case.config.engine
-    slots = engine.slots // 2 if _has_cache(case) else 0
-    while slots:
-        rows: Keys = {"engine.prefill_rows": slots} if engine.prefill_rows > slots else {}
-        yield {"engine.slots": slots} | rows
-        slots //= 2
+    each = engine.slots // engine.lanes // 2 if _has_cache(case) else 0  # of a lane
+    while each:
+        rows: Keys = {"engine.prefill_rows": each} if engine.prefill_rows > each else {}
+        yield {"engine.slots": each * engine.lanes} | rows
+        each //= 2
 
 
 def _contexts(case: Case) -> Iterator[Keys]:

@@ -9,8 +9,10 @@ responses go on with the new weights, their cache computed anew, and the version
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -29,9 +31,12 @@ from rlx.types import StopReason
 
 _NARROWEST = 16  # slots that are worth a program of their own
 # One program each: piece by piece they compile for half a second.
-_unstacked = jax.jit(sampler.unstack_layers, static_argnums=0)
+_unstack = jax.jit(sampler.unstack_layers, static_argnums=0)
 empty_slots = jax.jit(sampler.init_slots, static_argnums=(0, 1, 2, 3))
 _LOOK_AHEAD = 512  # samples of the queue among which prompts are looked for that fill a prefill
+# Two engines that need a program first at once would compile it once each.
+_first_dispatch = threading.Lock()
+_dispatched: set[tuple[Any, ...]] = set()
 
 
 @dataclasses.dataclass
@@ -74,7 +79,7 @@ class LocalEngine:
         self.stop_ids = stop_ids
         self.version = version
         self.stats = EngineStats()
-        self._params = _unstacked(arch, params)
+        self._params = served(arch, params)
         self._stops = sampler.stop_array(stop_ids)
         self._prompts = PromptCache(arch, self.config.ends, config.prefill_rows)
         self._queue: deque[Pending] = deque()
@@ -110,7 +115,7 @@ class LocalEngine:
     async def load(self, weights: Params, version: int, /) -> None:
         """Serve `weights` as `version` from the next token on."""
         async with self._device:
-            self._params = _unstacked(self.arch, weights)
+            self._params = served(self.arch, weights)
             self.version = version
             self._prompts.clear()
             self._release_cancelled()
@@ -140,9 +145,12 @@ class LocalEngine:
         """One dispatch, its results on the host. Where somebody waits it ends as soon as a slot is free."""
         longest = max(len(p.request.prompt) + p.count for p in self._owner if p is not None)
         stretches, until_free = reached(self.config.ends, longest), np.asarray(bool(self._queue))
-        self._slots, dispatch = sampler.decode(
-            self.arch, self.config, stretches, self._params, self._slots, until_free, self._stops
-        )
+        program = (self.arch, self.config, stretches, len(self._owner), self._params["embed"].dtype, len(self._stops))
+        with contextlib.nullcontext() if program in _dispatched else _first_dispatch:
+            self._slots, dispatch = sampler.decode(
+                self.arch, self.config, stretches, self._params, self._slots, until_free, self._stops
+            )
+            _dispatched.add(program)
         return jax.device_get(dispatch)
 
     def _release_cancelled(self) -> None:
@@ -241,6 +249,11 @@ class LocalEngine:
                 sample.future.set_exception(EngineError(repr(error)))
         # The failed dispatch was given the slots' memory; later requests need slots of their own.
         self._reset()
+
+
+def served(arch: Architecture, params: Params) -> Params:
+    """Parameters as engines hold them: a tree a layer. Those of another engine stay as they are, and are shared."""
+    return params if isinstance(params["layers"], tuple) else _unstack(arch, params)
 
 
 def sampler_config(config: EngineConfig, head_size: int, record_routes: bool) -> SamplerConfig:

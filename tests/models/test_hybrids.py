@@ -268,7 +268,9 @@ def test_cached_decoding_is_the_forward_pass(name):
     """Every candidate of every token, prompts shorter and longer than a bucket, slots used again; then with other
     weights."""
     arch, params = small(name)
-    config = EngineConfig("local", slots=3, context=40, prefill_buckets=(16,), prefill_rows=2, steps_per_dispatch=5)
+    config = EngineConfig(
+        "local", slots=3, context=40, prefill_buckets=(16,), prefill_rows=2, steps_per_dispatch=5, lanes=1
+    )
     engine = make_engine(arch, params, config, head_size=arch.vocab_size)
     changed = jax.tree.map(lambda x: x * 1.05, params)
     for weights, version in ((params, 0), (changed, 1)):

@@ -225,7 +225,9 @@ def test_router_losses_move_the_router_and_loads_are_counted(model):
 def test_an_engines_choices_reach_the_update(model):
     """Recorded of every token that was fed, laid out at the tokens' places, and those of the forward pass."""
     arch, params = model
-    config = EngineConfig("local", slots=2, context=32, prefill_buckets=(8,), prefill_rows=2, steps_per_dispatch=3)
+    config = EngineConfig(
+        "local", slots=2, context=32, prefill_buckets=(8,), prefill_rows=2, steps_per_dispatch=3, lanes=1
+    )
     engine = LocalEngine(arch, config, params, version=0, head_size=0, stop_ids=(), record_routes=True)
     request = ask(0, 5, samples=2, vocab=arch.vocab_size, new=7)
     (completions,) = serve(engine, [request])

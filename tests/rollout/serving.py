@@ -18,7 +18,9 @@ from rlx.rollout.engine import Completion, Request
 from rlx.rollout.local import LocalEngine
 from tests.oracle_adapter import base_objective
 
-CONFIG = EngineConfig(kind="local", slots=3, context=32, prefill_buckets=(8, 16), prefill_rows=2, steps_per_dispatch=3)
+CONFIG = EngineConfig(
+    kind="local", slots=3, context=32, prefill_buckets=(8, 16), prefill_rows=2, steps_per_dispatch=3, lanes=1
+)
 
 
 def make_engine(

@@ -43,7 +43,9 @@ def generated(request):
     """(architecture, parameters, [(request, completion)]): seven samples on four slots, whole vocabularies as heads."""
     arch = read_architecture(FIXTURES / request.param)
     params = jax.tree.map(jnp.asarray, load_params(FIXTURES / request.param, arch))
-    config = EngineConfig("local", slots=4, context=40, prefill_buckets=(16,), prefill_rows=2, steps_per_dispatch=5)
+    config = EngineConfig(
+        "local", slots=4, context=40, prefill_buckets=(16,), prefill_rows=2, steps_per_dispatch=5, lanes=1
+    )
     engine = make_engine(arch, params, config, head_size=arch.vocab_size)
     requests = [
         ask(i, length, samples, vocab=arch.vocab_size, new=12, temperature=0.8)
@@ -112,7 +114,7 @@ def test_every_request_is_answered_in_its_own_order(answers):
 )
 def test_results_do_not_depend_on_how_they_are_served(params, answers, slots, rows, steps, buckets, head_size):
     """Nor on whether heads are stored."""
-    config = EngineConfig("local", slots, CONFIG.context, buckets, prefill_rows=rows, steps_per_dispatch=steps)
+    config = EngineConfig("local", slots, CONFIG.context, buckets, prefill_rows=rows, steps_per_dispatch=steps, lanes=1)
     others = serve(make_engine(ARCH, params, config, head_size=head_size, stop_ids=STOPS), REQUESTS)
     for got, wanted in zip(others, answers, strict=True):
         for x, y in zip(got, wanted, strict=True):

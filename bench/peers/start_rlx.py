@@ -1,0 +1,9 @@
+"""`rlx_grpo` in a process that begins as the `rlx` command does."""
+
+from rlx.launch import with_huge_pages
+
+if __name__ == "__main__":
+    with_huge_pages()
+    from bench.peers.rlx_grpo import main  # large: not to be imported twice
+
+    main()

@@ -97,7 +97,7 @@ def test_a_reader_that_leaves_is_no_error(size):
 
 def test_the_command_is_installed():
     scripts = (tiny_run.ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert 'rlx = "rlx.cli:main"' in scripts
+    assert 'rlx = "rlx.launch:main"' in scripts
 
 
 def test_what_a_user_can_mend_is_said_without_a_traceback(monkeypatch, capsys, tmp_path):

@@ -36,7 +36,7 @@ from rlx.parallel.layout import Layout, LayoutError, check, parse_layout
 from rlx.parallel.mesh import Placement
 from rlx.rollout.collect import Sampling
 from rlx.rollout.lanes import LaneEngine, lane_config
-from rlx.rollout.local import LocalEngine, served
+from rlx.rollout.local import FirstDispatch, LocalEngine, served
 from rlx.types import Task
 
 # Under model.scan_layers = "auto" the most layers that the update's program holds one after the other.
@@ -78,11 +78,6 @@ def load_model(config: Config, *, on_mesh: bool = False) -> Model:
         raise ConfigError(
             f"config.model.replay_routes = True: the model in {path} ({arch.model_type}) has no experts to choose; "
             "set it to False"
-        )
-    if config.engine.lanes > 1 and jax.default_backend() != "cpu":
-        raise ConfigError(
-            f"config.engine.lanes = {config.engine.lanes}: lanes are for CPUs, and here is a {jax.default_backend()}; "
-            "set it to 1"
         )
     reason = prefix_sharing_unsupported_reason(arch)
     if config.learner.prefix_sharing and reason:
@@ -242,8 +237,13 @@ def head_size(config: Config) -> int:
 
 
 def make_engine(config: Config, model: Model, params: Params, version: int) -> LocalEngine | LaneEngine:
-    """The embedded engine of `config`, in as many lanes as it wants."""
-    weights = served(model.arch, params)
+    """The embedded engine of `config`. Raises ConfigError for several lanes on what is no CPU."""
+    lanes = config.engine.lanes
+    if lanes > 1 and (platform := jax.default_backend()) != "cpu":
+        raise ConfigError(
+            f"config.engine.lanes = {lanes}: lanes are for CPUs, and this engine is on a {platform}; set it to 1"
+        )
+    weights, first_dispatch = served(model.arch, params), FirstDispatch()
 
     def lane() -> LocalEngine:
         return LocalEngine(
@@ -254,9 +254,10 @@ def make_engine(config: Config, model: Model, params: Params, version: int) -> L
             head_size=head_size(config),
             stop_ids=tuple(model.tokenizer.stop_token_ids),
             record_routes=config.model.replay_routes,
+            first_dispatch=first_dispatch,
         )
 
-    return lane() if config.engine.lanes == 1 else LaneEngine([lane() for _ in range(config.engine.lanes)])
+    return lane() if lanes == 1 else LaneEngine([lane() for _ in range(lanes)])
 
 
 def sampling(config: Config) -> Sampling:

@@ -152,7 +152,7 @@ class EngineShapes(NamedTuple):
 def _engine_shapes(config: Config, arch: Architecture, longest: int) -> EngineShapes:
     own = sampler_config(config.engine, assemble.head_size(config), config.model.replay_routes)
     lane = lane_config(config.engine)
-    prompts = -(-config.rollout.tasks_per_update // config.engine.lanes)  # of the first lane, the others have no more
+    prompts = -(-config.rollout.tasks_per_update // config.engine.lanes)  # the first lane's, the most of all
     width = width_for(widths(lane.slots), prompts * config.rollout.group_size)
     params = jax.eval_shape(partial(sampler.unstack_layers, arch), abstract_params(config, arch))
     return EngineShapes(

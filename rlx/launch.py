@@ -1,8 +1,9 @@
 """The start of the `rlx` command: a process whose large blocks of memory are in huge pages, then `rlx.cli`.
 
-XLA on a CPU asks for a program's intermediate results at each run and gives them back after it, and glibc asks the
-kernel for blocks of that size each time. In pages of 4 KiB that is a sixth of the CPU time of an update. glibc reads
-whether it may ask for huge pages (`glibc.malloc.hugetlb`) at the start of a process only, hence a second start.
+XLA on a CPU asks for the memory of a program's intermediate results at each run and gives it back after it, and glibc
+asks the kernel for blocks of that size each time. In pages of 4 KiB that is a sixth of an update's CPU time
+(docs/measurements.md). glibc reads whether it may ask for huge pages at the start of a process only, hence a second
+start. This is for the command alone: a program of its own calls `rlx.cli.main`, which starts nothing again.
 """
 
 from __future__ import annotations
@@ -11,29 +12,45 @@ import os
 import sys
 from pathlib import Path
 
-TUNABLE = "glibc.malloc.hugetlb"
+TUNABLES, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 OLDEST_GLIBC = (2, 35)  # that knows it
+# Of the second start. An argument of Python, since a variable may be lost on the way and there must be no third.
+MARK = "rlx_huge_pages"
+COMPUTING = ("train", "sft", "evaluate", "edge", "cuts", "chat", "serve", "signal")
 _KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def main() -> int:
-    with_huge_pages()
-    from rlx import cli  # not imported twice
+    if sys.argv[1:2] and sys.argv[1] in COMPUTING:
+        with_huge_pages()
+    from rlx import cli  # after the second start, so once
 
     return cli.main()
 
 
 def with_huge_pages() -> None:
-    """Begin this process again with huge pages where the kernel gives them to those who ask.
+    """Begin this process again with huge pages where the kernel gives them to those who ask; where it cannot be begun
+    again it goes on as it is. Processes that it starts have what was in GLIBC_TUNABLES before.
 
-    Whoever set GLIBC_TUNABLES to something about them has their way.
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=0 in the environment keeps it from this.
     """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if TUNABLE in tunables or not can_be_asked_for():
-        return
-    os.environ["GLIBC_TUNABLES"] = ":".join([*filter(None, [tunables]), f"{TUNABLE}=1"])
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    tunables = os.environ.get(TUNABLES, "")
+    if MARK in sys._xoptions:
+        _set_tunables(tunables.removesuffix(f"{TUNABLE}=1").removesuffix(":"))  # the C library has read them
+    elif TUNABLE not in tunables and can_be_asked_for():
+        _set_tunables(":".join([*filter(None, [tunables]), f"{TUNABLE}=1"]))
+        sys.stdout.flush()
+        try:
+            os.execv(sys.executable, [sys.executable, "-X", MARK, *sys.orig_argv[1:]])
+        except (OSError, ValueError, TypeError):  # an embedded interpreter, or one that may not
+            _set_tunables(tunables)
+
+
+def _set_tunables(value: str) -> None:
+    if value:
+        os.environ[TUNABLES] = value
+    else:
+        os.environ.pop(TUNABLES, None)
 
 
 def can_be_asked_for(kernel: Path = _KERNEL) -> bool:

@@ -111,7 +111,7 @@ def train(words: Sequence[str], directory: Path, planned: Planned) -> bool:
     own = [f"--config.run.directory={directory}", f"--config.run.name={planned.run}"]
     path.mkdir(parents=True, exist_ok=True)
     with (path / LOG).open("ab") as log:
-        command = [sys.executable, "-m", "rlx.train", *words, *planned.changes, *own]
+        command = [sys.executable, "-m", "rlx.launch", "train", *words, *planned.changes, *own]
         return subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0
 
 

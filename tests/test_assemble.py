@@ -155,12 +155,12 @@ def test_an_engine_of_lanes_shares_its_slots_out(config, model):
     assert [lane.admission for lane in engine._lanes] == [2, 2]
 
 
-def test_lanes_are_refused_on_accelerators(config, monkeypatch):
+def test_lanes_are_refused_on_accelerators(config, model, monkeypatch):
     monkeypatch.setattr(assemble.jax, "default_backend", lambda: "gpu")
     c = config()
     c = dataclasses.replace(c, engine=dataclasses.replace(c.engine, lanes=2))
-    with pytest.raises(ConfigError, match=r"engine.lanes = 2: lanes are for CPUs, and here is a gpu; set it to 1"):
-        assemble.load_model(c)
+    with pytest.raises(ConfigError, match=r"engine.lanes = 2: lanes are for CPUs, and this engine is on a gpu"):
+        assemble.make_engine(c, model, model.params, version=0)
 
 
 # -------------------------------------------------------------------------------------------------------------- shapes

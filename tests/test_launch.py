@@ -13,8 +13,10 @@ BEGIN = """
 import json, os, sys
 from rlx import launch
 
+started = os.environ.get("GLIBC_TUNABLES")  # what this start's C library has read
+launch.can_be_asked_for = lambda: True
 launch.with_huge_pages()
-print(json.dumps([os.environ["GLIBC_TUNABLES"], sys.argv]))
+print(json.dumps([started, os.environ.get("GLIBC_TUNABLES"), sys.argv]))
 """
 
 
@@ -39,26 +41,57 @@ def test_who_can_ask(tmp_path, monkeypatch, kernel, libc, expected):
     assert launch.can_be_asked_for(said) is expected
 
 
-@pytest.mark.parametrize(
-    "given, wanted",
-    [
-        ("", "glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
-    ],
-)
-def test_a_process_begins_again_once_with_its_own_arguments(given, wanted):
+def begin(*python, given=None, executable=sys.executable):
+    """(tunables of the last start, those that its children get, its arguments)"""
+    clean = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     ran = subprocess.run(
-        [sys.executable, "-c", BEGIN, "a b", "--c"],
-        env=os.environ | {"GLIBC_TUNABLES": given},
+        [executable, *python, "-c", BEGIN, "a b", "--c"],
+        env=clean if given is None else clean | {"GLIBC_TUNABLES": given},
         capture_output=True,
         text=True,
         check=True,
+        timeout=60,
     )
-    assert json.loads(ran.stdout) == [wanted if launch.can_be_asked_for() else given, ["-c", "a b", "--c"]]
+    started, children, arguments = json.loads(ran.stdout)
+    assert arguments == ["-c", "a b", "--c"]
+    return started, children
 
 
-def test_the_command_keeps_its_exit_status():
-    ran = subprocess.run([sys.executable, "-m", "rlx.launch", "nonsense"], capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert "there is no command 'nonsense'" in ran.stderr
+@pytest.mark.parametrize(
+    "given, started, children",
+    [
+        (None, "glibc.malloc.hugetlb=1", None),
+        ("", "glibc.malloc.hugetlb=1", None),
+        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.hugetlb=1", "glibc.malloc.check=0"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_a_process_begins_again_once_with_its_own_arguments(given, started, children):
+    assert begin("-X", "utf8", given=given) == (started, children)
+
+
+def test_there_is_no_third_start_where_the_variable_is_lost(tmp_path):
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nunset GLIBC_TUNABLES\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    code = BEGIN.replace("launch.with_huge_pages()", f"sys.executable = {str(wrapper)!r}; launch.with_huge_pages()")
+    ran = subprocess.run([wrapper, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(ran.stdout) == [None, None, ["-c"]]
+
+
+@pytest.mark.parametrize("executable", ["", "/nowhere/python"])
+def test_a_process_that_cannot_begin_again_goes_on(monkeypatch, executable):
+    monkeypatch.setattr(launch, "can_be_asked_for", lambda: True)
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    launch.with_huge_pages()
+    assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.check=0"
+
+
+@pytest.mark.parametrize(
+    "words, status, said", [(["nonsense"], 2, "there is no command 'nonsense'"), (["train"], 2, "--config is missing")]
+)
+def test_the_command_keeps_its_exit_status(words, status, said):
+    ran = subprocess.run([sys.executable, "-m", "rlx.launch", *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == status
+    assert said in ran.stderr

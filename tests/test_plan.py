@@ -211,14 +211,14 @@ def test_changes_that_are_named_are_accepted_when_they_are_made(capsys):
         "--config.plan.device=H100",
         "--config.learner.micro_batch_rows=2",
     ]
-    words += ["--config.cluster.trainer_layout=TP4 DP2"]
+    words += ["--config.cluster.trainer_layout=TP4 DP2", "--config.engine.lanes=2"]
     large = planned(capsys, *words)
     assert [next(iter(change["keys"])) for change in large["changes"]] == [
         "engine.slots",
         "engine.context",
         "engine.kind",
     ]
-    long = ["--config.engine.slots=1", "--config.engine.prefill_rows=1", "--config.learner.row_tokens=1048576"]
+    long = ["--config.engine.slots=2", "--config.engine.prefill_rows=1", "--config.learner.row_tokens=1048576"]
     long += ["--config.producer.train_token_limit=1048576", "--config.plan.sequence_tokens=600000"]
     longer = planned(capsys, *words, *long)
     assert longer["changes"][0]["keys"].keys() >= {"learner.row_tokens", "producer.train_token_limit"}

@@ -4,6 +4,6 @@ from rlx.launch import with_huge_pages
 
 if __name__ == "__main__":
     with_huge_pages()
-    from bench.peers.rlx_grpo import main  # large: not to be imported twice
+    from bench.peers.rlx_grpo import main  # after the second start, so once
 
     main()

@@ -215,10 +215,11 @@ def _engines(case: Case) -> Iterator[Keys]:
     devices = case.layout.devices
     if not _has_cache(case):
         return
+    keys: Keys = {"engine.kind": "sglang"} | ({"engine.lanes": 1} if case.config.engine.lanes > 1 else {})
     if devices < case.config.cluster.gpus_per_node:  # there are others beside the trainer's
-        yield {"engine.kind": "sglang", "inference.count": 1, "inference.first_gpu": devices}
+        yield keys | {"inference.count": 1, "inference.first_gpu": devices}
     else:
-        yield {"engine.kind": "sglang", "inference.addresses": ("http://HOST:30000",)}
+        yield keys | {"inference.addresses": ("http://HOST:30000",)}
 
 
 def _tokens(case: Case) -> Iterator[Keys]:

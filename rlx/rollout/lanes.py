@@ -1,8 +1,9 @@
 """Several embedded engines as one, each decoding in a thread of its own.
 
 For CPUs: the operations of a decoding step are too small to keep several cores busy, and as many steps of fewer slots
-beside each other do. The weights are one engine's. Requests go to the lanes in turn, from the first one on whenever
-nothing runs, so a run that asks in a fixed order is reproducible to the bit.
+beside each other do. The weights are one engine's. A request goes whole to the lane with the fewest samples asked for,
+so a run that asks for all of a round at once, in a fixed order, is reproducible to the bit: lanes do not see how far
+the others are.
 """
 
 from __future__ import annotations
@@ -23,34 +24,39 @@ class LaneEngine:
     def __init__(self, lanes: Sequence[LocalEngine]):
         first = lanes[0]
         self.name, self.arch, self.config, self.stop_ids = first.name, first.arch, first.config, first.stop_ids
-        self.version = first.version
         self.admission = sum(lane.admission for lane in lanes)
         self._lanes = lanes
-        self._running = self._next = 0
+        self._asked = [0] * len(lanes)  # samples that are not there yet
+
+    @property
+    def version(self) -> int:
+        """What every lane serves at least."""
+        return min(lane.version for lane in self._lanes)
 
     @property
     def stats(self) -> EngineStats:
-        """Totals of all lanes."""
+        """Totals of all lanes. A prompt counts once in each lane that prefills it."""
         each = [dataclasses.astuple(lane.stats) for lane in self._lanes]
         return EngineStats(*(sum(values) for values in zip(*each, strict=True)))
 
     async def generate(self, request: Request) -> list[Completion]:
         """See `rlx.rollout.engine.Engine`."""
-        if not self._running:
-            self._next = 0
-        lane = self._lanes[self._next]
-        self._next = (self._next + 1) % len(self._lanes)
-        self._running += 1
+        number = self._asked.index(min(self._asked))
+        self._asked[number] += len(request.seeds)
         try:
-            return await lane.generate(request)
+            return await self._lanes[number].generate(request)
         finally:
-            self._running -= 1
+            self._asked[number] -= len(request.seeds)
 
     async def load(self, weights: Params, version: int, /) -> None:
-        """Serve `weights` as `version` from the next token of each lane on."""
+        """Serve `weights` as `version` from the next token of each lane on.
+
+        Raises what a lane raises, once all have loaded or failed.
+        """
         weights = served(self.arch, weights)
-        await asyncio.gather(*(lane.load(weights, version) for lane in self._lanes))
-        self.version = version
+        ended = await asyncio.gather(*(lane.load(weights, version) for lane in self._lanes), return_exceptions=True)
+        for error in filter(None, ended):
+            raise error
 
 
 def lane_config(config: EngineConfig) -> EngineConfig:

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,6 @@ _NARROWEST = 16  # slots that are worth a program of their own
 _unstack = jax.jit(sampler.unstack_layers, static_argnums=0)
 empty_slots = jax.jit(sampler.init_slots, static_argnums=(0, 1, 2, 3))
 _LOOK_AHEAD = 512  # samples of the queue among which prompts are looked for that fill a prefill
-# Two engines that need a program first at once would compile it once each.
-_first_dispatch = threading.Lock()
-_dispatched: set[tuple[Any, ...]] = set()
 
 
 @dataclasses.dataclass
@@ -56,6 +53,25 @@ class EngineStats:
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 0.0
 
 
+class FirstDispatch:
+    """Engines that share one dispatch a program for the first time one after the other: at once they would compile it
+    once each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compiled: set[Hashable] = set()
+
+    @contextlib.contextmanager
+    def __call__(self, program: Hashable) -> Iterator[None]:
+        """While engines of the same shapes dispatch `program`."""
+        if program in self._compiled:
+            yield
+            return
+        with self._lock:
+            yield
+        self._compiled.add(program)
+
+
 class LocalEngine:
     """See the module's docstring. Use one engine from one event loop only."""
 
@@ -70,6 +86,7 @@ class LocalEngine:
         stop_ids: tuple[int, ...],
         record_routes: bool = False,
         name: str = "local",
+        first_dispatch: FirstDispatch | None = None,
     ):
         self.name = name
         self.admission = config.slots
@@ -81,6 +98,7 @@ class LocalEngine:
         self.stats = EngineStats()
         self._params = served(arch, params)
         self._stops = sampler.stop_array(stop_ids)
+        self._first_dispatch = first_dispatch or FirstDispatch()
         self._prompts = PromptCache(arch, self.config.ends, config.prefill_rows)
         self._queue: deque[Pending] = deque()
         self._device = asyncio.Lock()  # held while weights or slots change
@@ -145,12 +163,10 @@ class LocalEngine:
         """One dispatch, its results on the host. Where somebody waits it ends as soon as a slot is free."""
         longest = max(len(p.request.prompt) + p.count for p in self._owner if p is not None)
         stretches, until_free = reached(self.config.ends, longest), np.asarray(bool(self._queue))
-        program = (self.arch, self.config, stretches, len(self._owner), self._params["embed"].dtype, len(self._stops))
-        with contextlib.nullcontext() if program in _dispatched else _first_dispatch:
+        with self._first_dispatch((stretches, len(self._owner))):
             self._slots, dispatch = sampler.decode(
                 self.arch, self.config, stretches, self._params, self._slots, until_free, self._stops
             )
-            _dispatched.add(program)
         return jax.device_get(dispatch)
 
     def _release_cancelled(self) -> None:

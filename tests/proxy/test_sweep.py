@@ -82,7 +82,7 @@ def test_a_complete_run_is_asked_whether_it_is(tmp_path, monkeypatch):
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(command.subprocess, "run", lambda words, **_: started.append(words) or done)
     assert command.train([], tmp_path, planned)
-    assert [words[1:3] for words in started] == [["-m", "rlx.train"]]
+    assert [words[1:4] for words in started] == [["-m", "rlx.launch", "train"]]
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 import asyncio
 import dataclasses
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from rlx.models import sampler
 from rlx.rollout import local
 from rlx.rollout.engine import EngineError
 from rlx.rollout.lanes import LaneEngine, lane_config
@@ -42,12 +43,12 @@ def test_the_samples_are_those_of_one_engine(params, count):
     assert 0 < engine.stats.occupancy <= 1
 
 
-def test_requests_go_to_lanes_in_turn_and_from_the_first_on_once_nothing_runs(params):
+def test_a_request_goes_to_the_lane_with_the_fewest_samples_asked_for(params):
     engine = make_lanes(params)
     first, second = engine._lanes
     for round_ in (1, 2):
-        serve(engine, REQUESTS[:3])
-        assert (first.stats.new_tokens, second.stats.new_tokens) == (round_ * 50, round_ * 10)
+        serve(engine, REQUESTS)  # of 2, 1, 3, 1 and 2 samples
+        assert (first.stats.new_tokens, second.stats.new_tokens) == (round_ * 10 * (2 + 1 + 2), round_ * 10 * (1 + 3))
 
 
 def test_bits_do_not_depend_on_which_lane_is_faster(params, monkeypatch):
@@ -103,27 +104,64 @@ def test_a_cancelled_request_disturbs_no_other(params):
         for each, other in zip(got, wanted, strict=True):
             assert_same(each, other)
             assert each.stop_reason is not StopReason.ABORT
-    assert not engine._running
+    assert engine._asked == [0, 0]
 
 
-def test_a_program_that_all_lanes_need_is_compiled_once(params, monkeypatch):
-    before = sampler.decode._cache_size()
-    at_once, inside, decode = [], [0], sampler.decode
+def test_a_lane_that_fails_leaves_the_others_alone(params, monkeypatch):
+    engine = make_lanes(params)
+    decode = local.LocalEngine._decode
 
-    def counted(*given):
-        inside[0] += 1
-        at_once.append(inside[0])
-        try:
-            return decode(*given)
-        finally:
-            inside[0] -= 1
+    def fail(self):
+        if self is engine._lanes[0]:
+            raise MemoryError("no more")
+        return decode(self)
 
-    monkeypatch.setattr(sampler, "decode", counted)
-    monkeypatch.setattr(local, "_dispatched", set())
-    other = dataclasses.replace(CONFIG, slots=6, lanes=2, steps_per_dispatch=4)
-    weights = local.served(ARCH, params)
-    engine = LaneEngine([make_engine(ARCH, weights, lane_config(other)) for _ in range(2)])
-    serve(engine, REQUESTS[:2])
-    programs = decode._cache_size() - before
-    assert len(local._dispatched) == programs > 0
-    assert at_once[0] == 1
+    with monkeypatch.context() as broken:
+        broken.setattr(local.LocalEngine, "_decode", fail)
+
+        async def ask_all():
+            return await asyncio.gather(*(engine.generate(r) for r in REQUESTS), return_exceptions=True)
+
+        found = asyncio.run(ask_all())
+    wanted = serve(make_engine(ARCH, params), REQUESTS)
+    failed = [isinstance(answers, EngineError) for answers in found]
+    assert failed == [True, False, False, True, True]
+    for answers, others, bad in zip(found, wanted, failed, strict=True):
+        for each, other in zip(() if bad else answers, () if bad else others, strict=True):
+            assert_same(each, other)
+    for answers, others in zip(serve(engine, REQUESTS), wanted, strict=True):
+        for each, other in zip(answers, others, strict=True):
+            assert_same(each, other)
+
+
+def test_weights_that_one_lane_does_not_take_are_not_the_version_served(params, monkeypatch):
+    engine = make_lanes(params)
+
+    async def refuse(weights, version):
+        raise EngineError("no room")
+
+    monkeypatch.setattr(engine._lanes[0], "load", refuse)
+    with pytest.raises(EngineError, match="no room"):
+        asyncio.run(engine.load(tiny_model.params(seed=1), 1))
+    assert (engine.version, engine._lanes[1].version) == (0, 1)
+
+
+def test_engines_that_share_it_compile_a_program_one_after_the_other():
+    first, inside, most = local.FirstDispatch(), [], []
+    together = threading.Barrier(3, timeout=60)
+
+    def compiling(_):
+        with first("program"):
+            inside.append("program")
+            most.append(len(inside))
+            time.sleep(0.05)
+            inside.pop()
+
+    def compiled(_):
+        with first("program"):
+            together.wait()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(compiling, range(3)))
+        assert max(most) == 1
+        list(threads.map(compiled, range(3)))

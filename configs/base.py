@@ -155,7 +155,8 @@ def get_config() -> ConfigDict:
     c.engine.prefill_buckets = (32, 64, 128, 256)  # local: prompt lengths, tokens, that prefill is compiled for
     c.engine.prefill_rows = 8  # local: prompts prefilled at once
     c.engine.steps_per_dispatch = 8  # local: tokens decoded between two looks of the host
-    c.engine.lanes = 1  # local, on a CPU: threads that decode an equal share of the slots each
+    c.engine.lanes = 1  # local, on a CPU: threads with an equal share of the slots each, for models of a few million
+    #                     parameters (docs/measurements.md); a request stays in one, so groups should fit into a share
 
     c.inference = ConfigDict()  # engine.kind = "sglang": docs/sglang.md
     c.inference.profile = "generic"  # | colocated | olmo_h100 | olmo35_b300: admission, HTTP admission, radix cache

@@ -34,7 +34,7 @@ from rlx.audit_engine import EngineAudit, Reference, audit_engine
 from rlx.audit_samples import audit_samples, read_drawn
 from rlx.checkpoint import Checkpoints
 from rlx.config.errors import ConfigError
-from rlx.config.parse import parse
+from rlx.config.parse import parse_recorded
 from rlx.config.schema import Config
 from rlx.envs.chat import ChatTokenizer, load_chat_tokenizer
 from rlx.metrics.attribution import Attribution
@@ -160,7 +160,8 @@ def ask_samples(arguments: argparse.Namespace) -> Attribution:
     file: Path = arguments.samples
     samples = list(read_drawn(file))
     run: Path = (arguments.run or file.parent).resolve()
-    config = parse(read_json(run / "config.json")) if (run / "config.json").is_file() else None
+    recorded = run / "config.json"
+    config = parse_recorded(read_json(recorded), recorded) if recorded.is_file() else None
     if config is not None:
         # The run may have been moved since it was made.
         where = dataclasses.replace(config.run, directory=str(run.parent), name=run.name)

@@ -76,7 +76,8 @@ def run(name: str, arguments: list[str]) -> int:
     program = importlib.import_module(COMMANDS[name][0])
     try:
         status = program.main(arguments if name in WITHOUT_RECIPE else [f"rlx {name}", *arguments])
-        sys.stdout.flush()  # a reader that has left shows here, and not at the interpreter's exit
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()  # a reader that has left shows here, and not at the interpreter's exit
         return status
     except ConfigError as error:
         print("\n".join(f"rlx {name}: {problem}" for problem in error.problems), file=sys.stderr)

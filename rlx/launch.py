@@ -29,17 +29,16 @@ def main() -> int:
 
 
 def with_huge_pages() -> None:
-    """Begin this process again with huge pages where the kernel gives them to those who ask; where it cannot be begun
-    again it goes on as it is. Processes that it starts have what was in GLIBC_TUNABLES before.
+    """Begin this process again with huge pages where the kernel gives them to those who ask.
 
-    GLIBC_TUNABLES=glibc.malloc.hugetlb=0 in the environment keeps it from this.
+    Where that cannot be, or the program came from the standard input, it goes on as it is. Processes that it starts
+    have what was in GLIBC_TUNABLES before. With GLIBC_TUNABLES=glibc.malloc.hugetlb=0 nothing begins again.
     """
     tunables = os.environ.get(TUNABLES, "")
     if MARK in sys._xoptions:
         _set_tunables(tunables.removesuffix(f"{TUNABLE}=1").removesuffix(":"))  # the C library has read them
-    elif TUNABLE not in tunables and can_be_asked_for():
+    elif TUNABLE not in tunables and sys.orig_argv[1:] not in ([], ["-"]) and can_be_asked_for():
         _set_tunables(":".join([*filter(None, [tunables]), f"{TUNABLE}=1"]))
-        sys.stdout.flush()
         try:
             os.execv(sys.executable, [sys.executable, "-X", MARK, *sys.orig_argv[1:]])
         except (OSError, ValueError, TypeError):  # an embedded interpreter, or one that may not

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from rlx import assemble
 from rlx.checkpoint import CheckpointError, Checkpoints, Restored
-from rlx.config.parse import parse
+from rlx.config.parse import parse_recorded
 from rlx.config.schema import Config
 from rlx.envs.graders import GraderPool
 from rlx.envs.tasks import build_tasks
@@ -217,7 +217,7 @@ def read_config(run: Path, options: WatchOptions) -> Config:
         if time.monotonic() >= until:
             raise NotARun(f"{run}: no run has begun there; start it, or give --patience=SECONDS to wait for it")
         time.sleep(min(options.poll_s, 1.0))
-    config = parse(read_json(run / "config.json"))
+    config = parse_recorded(read_json(run / "config.json"), run / "config.json")
     own = dataclasses.replace(config.run, directory=str(run.parent), name=run.name)
     return dataclasses.replace(config, run=own)
 

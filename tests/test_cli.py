@@ -81,6 +81,14 @@ def test_looking_at_a_run_needs_no_jax(name):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_command_needs_no_stdout():
+    code = "import sys, types; from rlx import cli; m = types.ModuleType('quiet'); sys.modules['quiet'] = m"
+    code += "; m.main = lambda words: 0; cli.COMMANDS['show'] = ('quiet', ''); sys.exit(cli.run('show', []))"
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tiny_run.ROOT, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("size", [10, 200000])
 def test_a_reader_that_leaves_is_no_error(size):
     """As `rlx ... | head` does; the shell's status of a program that SIGPIPE ended."""

@@ -79,10 +79,16 @@ def test_there_is_no_third_start_where_the_variable_is_lost(tmp_path):
     assert json.loads(ran.stdout) == [None, None, ["-c"]]
 
 
+def test_a_program_from_the_standard_input_is_not_lost():
+    ran = subprocess.run([sys.executable, "-"], input=BEGIN, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(ran.stdout)[2] == ["-"]
+
+
 @pytest.mark.parametrize("executable", ["", "/nowhere/python"])
 def test_a_process_that_cannot_begin_again_goes_on(monkeypatch, executable):
     monkeypatch.setattr(launch, "can_be_asked_for", lambda: True)
     monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "rlx.launch"])
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     launch.with_huge_pages()
     assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.check=0"

@@ -23,20 +23,15 @@ def engine_problems(config: Config) -> list[str]:
     elif buckets[-1] > engine.context:
         why = f"the largest must be at most config.engine.context = {engine.context}"
         problems.append(_said("engine.prefill_buckets", buckets, why))
-    return problems + _slots(engine, rollout.tasks_per_update)
+    return problems + _slots(engine)
 
 
-def _slots(engine: EngineConfig, groups: int) -> list[str]:
+def _slots(engine: EngineConfig) -> list[str]:
     slots, lanes, rows = engine.slots, engine.lanes, engine.prefill_rows
     if lanes < 1:
         return []  # and said so
     if lanes > 1 and engine.kind != "local":
         return [_said("engine.lanes", lanes, f"the {engine.kind} engine has no lanes, only the local one; set it to 1")]
-    if lanes > groups:
-        why = (
-            f"a lane takes whole groups, and an update has config.rollout.tasks_per_update = {groups}; set at most that"
-        )
-        return [_said("engine.lanes", lanes, why)]
     if slots % lanes:
         return [_said("engine.lanes", lanes, f"must divide config.engine.slots = {slots}")]
     if rows > slots // lanes:

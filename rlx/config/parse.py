@@ -11,6 +11,7 @@ import functools
 import json
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from ml_collections import ConfigDict, config_dict
@@ -34,6 +35,15 @@ def parse(tree: ConfigDict | Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def parse_recorded(tree: Mapping[str, Any], path: Path) -> Config:
+    """What a run wrote to `path`. Raises ConfigError, which names the file: it may lack newer keys."""
+    try:
+        return parse(tree)
+    except ConfigError as error:
+        older = "the run is of an older rlx; add the key to that file, with its value in configs/base.py"
+        raise ConfigError(*(f"{path}: {problem.replace(EVERY_KEY, older)}" for problem in error.problems)) from error
 
 
 def plain(tree: ConfigDict | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,7 +51,7 @@ class LaneEngine:
     async def load(self, weights: Params, version: int, /) -> None:
         """Serve `weights` as `version` from the next token of each lane on.
 
-        Raises what a lane raises, once all have loaded or failed.
+        Raises what a lane raises, once all have loaded or failed; then they serve different ones until another load.
         """
         weights = served(self.arch, weights)
         ended = await asyncio.gather(*(lane.load(weights, version) for lane in self._lanes), return_exceptions=True)

@@ -10,7 +10,7 @@ from ml_collections import config_dict
 
 from configs.base import get_config
 from rlx.config.errors import ConfigError, nearest, unknown_key
-from rlx.config.parse import EVERY_KEY, annotation, describe, dump, parse, schema_keys, to_dict
+from rlx.config.parse import EVERY_KEY, annotation, describe, dump, parse, parse_recorded, schema_keys, to_dict
 
 
 def problems(tree) -> tuple[str, ...]:
@@ -132,6 +132,18 @@ def test_missing_keys_and_sections_are_named():
     assert problems(tree) == (
         f"config.sft: missing, must be dict; {EVERY_KEY}",
         f"config.learner.updates: missing, must be int; {EVERY_KEY}",
+    )
+
+
+def test_a_run_of_an_older_rlx_is_told_which_key_its_file_lacks(tree, tmp_path):
+    written = tree.to_dict()
+    assert parse_recorded(written, tmp_path / "config.json") == parse(tree)
+    del written["engine"]["lanes"]
+    with pytest.raises(ConfigError) as caught:
+        parse_recorded(written, tmp_path / "config.json")
+    (problem,) = caught.value.problems
+    assert problem.startswith(
+        f"{tmp_path / 'config.json'}: config.engine.lanes: missing, must be int; the run is of an older rlx"
     )
 
 

@@ -146,6 +146,14 @@ def test_a_run_told_to_stop_saves_the_last_whole_update(recipe, undisturbed, pha
     assert f"resumed after update {recorded}; dropped 0 metric" in capsys.readouterr().err
 
 
+def test_a_run_with_lanes_told_to_stop_ends_in_the_same_bits(recipe):
+    lanes = {"engine__lanes": 2}
+    whole = run_to_the_end(recipe, "lanes", **lanes)
+    with interrupting("SIGTERM", "update", 3):
+        assert train.main(["rlx train", *command(recipe, "lanes-stopped", **lanes)]) == EXIT_PREEMPTED
+    assert_same_run(recipe, run_to_the_end(recipe, "lanes-stopped", **lanes), whole)
+
+
 def test_a_run_told_to_stop_before_its_first_update_starts_anew(recipe, undisturbed, capsys):
     run = recipe.parent / "runs" / "early"
     with interrupting("SIGTERM", "rollout", 2):

@@ -51,16 +51,19 @@ class Side(NamedTuple):
     name: str
     model: str
     cache: str
+    lanes: int = 2  # of rlx's engine
+    huge_pages: bool = True  # what the `rlx` command asks for
 
     def command(self) -> list[str]:
         if self.name == "rlx":
-            return [sys.executable, "-m", "bench.peers.start_rlx", self.model, *([self.cache] if self.cache else [])]
+            return [sys.executable, "-m", "bench.peers.start_rlx", self.model, self.cache, str(self.lanes)]
         return [str(interpreter(self.name)), str(ROOT / "bench" / "peers" / f"{self.name}_grpo.py"), self.model]
 
     def environment(self) -> dict[str, str]:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
         if self.name == "rlx":
-            return environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+            own = {} if self.huge_pages else {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+            return environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])} | own
         environment.pop("PYTHONPATH", None)
         if self.cache:
             environment |= {
@@ -203,11 +206,17 @@ def check_equal(processes: dict[str, Process]) -> dict[str, Any]:
     return first
 
 
+def write_model(directory: Path) -> str:
+    """What all sides read."""
+    rlx = Side("rlx", str(directory / "model"), "")
+    command = [sys.executable, "-m", "bench.peers.start_rlx", "--write", rlx.model]
+    subprocess.run(command, env=rlx.environment(), check=True)
+    return rlx.model
+
+
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    model = directory / "model"
-    rlx = Side("rlx", str(model), "")
-    subprocess.run([*rlx.command()[:-1], "--write", str(model)], env=rlx.environment(), check=True)
-    sides = [Side(name, str(model), "") for name in arguments.sides]
+    model = write_model(directory)
+    sides = [Side(name, model, "") for name in arguments.sides]
     cached = [side._replace(cache=str(directory / side.name)) for side in sides if side.name != "trl"]
     first = first_updates(sides, arguments.starts)
     first_cached = first_updates(cached, arguments.starts)

@@ -1,4 +1,4 @@
-"""rlx's GRPO on the work of `work.py`, step by step on command: `python -m bench.peers.start_rlx MODEL [CACHE]`.
+"""rlx's GRPO on the work of `work.py`, step by step on command: `python -m bench.peers.start_rlx MODEL CACHE LANES`.
 
 What runs is a training run as `rlx train` opens it, and the phases of its loop (`rollout`, `select`, `learn`, `report`)
 with everything that they do in one: the embedded engine, grading in worker processes, packing, the update, publishing,
@@ -6,7 +6,7 @@ and records of every sample, metric and the ledger on disk and for TensorBoard. 
 checkpoints around the loop, which the other sides do not make either. Two things differ from a run of a recipe: the
 scoring function, and that the engine is given no stop tokens.
 
-CACHE is a directory for XLA's persistent cache; without one everything is compiled anew.
+CACHE is a directory for XLA's persistent cache, "" = everything is compiled anew; LANES is `engine.lanes`.
 `python -m bench.peers.start_rlx --write MODEL` writes the model and tokenizer that all sides read.
 """
 
@@ -72,7 +72,7 @@ def write_model(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def make_config(model: str, runs: Path, cache: str) -> Config:
+def make_config(model: str, runs: Path, cache: str, lanes: int) -> Config:
     tasks = runs / "tasks.jsonl"
     lines = [json.dumps({"question": work.question(i), "answer": "2", "grader": "exact"}) for i in range(TASKS)]
     tasks.write_text("\n".join(lines), encoding="utf-8")
@@ -87,7 +87,7 @@ def make_config(model: str, runs: Path, cache: str) -> Config:
     c.rollout.max_new_tokens, c.rollout.head_size = work.NEW_TOKENS, 0
     c.engine.slots, c.engine.context = work.SEQUENCES, work.PROMPT_TOKENS + work.NEW_TOKENS
     c.engine.prefill_buckets, c.engine.prefill_rows = (work.PROMPT_TOKENS,), work.PROMPTS
-    c.engine.steps_per_dispatch, c.engine.lanes = work.NEW_TOKENS, 2
+    c.engine.steps_per_dispatch, c.engine.lanes = work.NEW_TOKENS, lanes
     c.learner.updates = 10**6
     c.learner.learning_rate, (c.learner.b1, c.learner.b2) = work.LEARNING_RATE, work.BETAS
     c.learner.eps, c.learner.max_grad_norm = work.EPSILON, work.CLIP_NORM
@@ -146,8 +146,8 @@ def main() -> None:
     rlx.run.GraderPool = functools.partial(GraderPool, score=score)  # type: ignore[assignment]
     with contextlib.ExitStack() as stack:
         runs = stack.enter_context(tempfile.TemporaryDirectory())
-        cache = sys.argv[2] if len(sys.argv) > 2 else ""
-        run, feed = stack.enter_context(opened(make_config(sys.argv[1], Path(runs), cache)))
+        model, cache, lanes = sys.argv[1:]
+        run, feed = stack.enter_context(opened(make_config(model, Path(runs), cache, int(lanes))))
         leaves = jax.tree.leaves(run.state.trainable)
         channel.say(parameters=sum(x.size for x in leaves), dtypes=sorted({str(x.dtype) for x in leaves}))
         while channel.step_is_wanted():

@@ -71,6 +71,7 @@ class Worker:
             pass_fds=(child.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a grader prints is not the run's output
+            process_group=0,  # Ctrl-C is the parent's to handle, from the first moment on
             env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)},
         )
         child.close()
@@ -117,7 +118,7 @@ class Worker:
 
 
 def _serve(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a scheduler may send it to every process
     function, warm_up = connection.recv()
     warm_up()
     connection.send(_READY)

@@ -21,6 +21,7 @@ VARIANTS = {
     "two lanes": (2, False),
     "both": (2, True),
 }
+WARM_UP = 4  # steps after the first
 
 
 def main() -> None:
@@ -32,15 +33,21 @@ def main() -> None:
         model = write_model(Path(directory))
         sides = {name: Side("rlx", model, "", lanes, huge) for name, (lanes, huge) in VARIANTS.items()}
         processes = {name: stack.enter_context(running(side)) for name, side in sides.items()}
-        seconds = steady(processes, arguments.rounds, arguments.steps, warm_up=4)
+        for process in processes.values():
+            for _ in range(WARM_UP):
+                process.step()
+        before = {name: process.page_faults() for name, process in processes.items()}
+        seconds = steady(processes, arguments.rounds, arguments.steps, warm_up=0)
+        steps = arguments.rounds * arguments.steps
+        faults = {name: (process.page_faults() - before[name]) / steps for name, process in processes.items()}
     middles = {name: [statistics.median(turn) for turn in turns] for name, turns in seconds.items()}
-    print("| | s a step | of a step with neither (rounds) |")
-    print("|:--|--:|--:|")
+    print("| | s a step | of a step with neither (rounds) | page faults a step |")
+    print("|:--|--:|--:|--:|")
     for name, turns in middles.items():
         shares = [a / b for a, b in zip(turns, middles["neither"], strict=True)]
         print(
             f"| {name} | {statistics.median(turns):.3f} | {statistics.median(shares):.2f} "
-            f"({min(shares):.2f} to {max(shares):.2f}) |"
+            f"({min(shares):.2f} to {max(shares):.2f}) | {faults[name]:,.0f} |"
         )
 
 

@@ -106,6 +106,11 @@ class Process:
         """Bytes, of the process and of those it started."""
         return sum(_high_water(pid) for pid in _tree(self._process.pid))
 
+    def page_faults(self) -> int:
+        """Minor ones so far, of the process alone."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[7])
+
     def stop(self) -> None:
         if self._process.poll() is None:
             self._process.communicate("stop\n")

@@ -23,7 +23,7 @@ from rlx.data.packing import FrozenArray, PackingConfig, Trajectory, pack
 from rlx.learner.state import LearnerState, make_optimizer
 from rlx.learner.step import MicroBatch, StepConfig, Total, apply, slice_gradient
 from rlx.models.description import Architecture, Params, ParamSpec
-from rlx.models.lora import adapter_specs
+from rlx.models.lora import adapter_scale, adapter_specs
 from rlx.models.placed import place, placement_of, sizes_of, training
 from rlx.models.spec import param_specs
 from rlx.models.transformer import prefix_sharing_unsupported_reason
@@ -111,7 +111,9 @@ def batch_shape(layout: Layout, rounds: int, over_tp: bool) -> tuple[int, int]:
 def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype: str) -> Case:
     """The same numbers in any dtype: they are drawn in float32."""
     base, low_rank = param_specs(arch), adapter_specs(arch, config.lora) if config.lora.rank else {}
-    params, adapter = (drawn(specs, SEED + i, dtype) for i, specs in enumerate((base, low_rank)))
+    params = drawn(base, SEED, dtype, depth=arch.num_layers)
+    # An adapter's product is half as large as what it is added to.
+    adapter = drawn(low_rank, SEED + 1, dtype, gain=(0.5 / adapter_scale(config.lora)) ** 0.5 if low_rank else 1.0)
     step = dataclasses.replace(
         step_config(config, arch, 2 * rows), dtype=dtype, head_precision=None, logprob_implementation="xla"
     )
@@ -124,17 +126,22 @@ def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype:
     return Case(step, config, params, base, {}, {}, batch)
 
 
-def drawn(specs: Params, seed: int, dtype: str) -> Params:
-    """Random weights of a deviation that keeps activations about 1; what initializes to 1 stays near it."""
+def drawn(specs: Params, seed: int, dtype: str, *, gain: float = 1.0, depth: int = 0) -> Params:
+    """Random weights, times `gain`, that keep activations about 1; what initializes to 1 stays near it.
+
+    Each of `depth` layers adds twice to the stream, and their sum stays about 1 too (GPT-2's rule): where layers outgrow
+    the stream, a deep random model is chaotic, and makes of one rounding a wrong digit of a gradient.
+    """
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     random = np.random.default_rng(seed)
 
     def draw(spec: ParamSpec) -> np.ndarray:
-        noise = random.standard_normal(spec.shape, np.float32)
+        noise = np.float32(gain) * random.standard_normal(spec.shape, np.float32)
         if spec.initializer == "ones":
             return 1 + 0.1 * noise
         inputs = spec.shape[-2] if len(spec.shape) > 1 and spec.axes[0] != "vocab" else 100
-        return noise * np.float32(min(inputs, 400) ** -0.5)
+        adds = depth and spec.axes[0] == "layer" and len(spec.axes) > 2 and spec.axes[-1] == "embed"
+        return noise * np.float32((min(inputs, 400) * (2 * depth if adds else 1)) ** -0.5)
 
     return jax.tree.unflatten(structure, [jnp.asarray(draw(spec), dtype) for spec in leaves])
 

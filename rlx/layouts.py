@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from rlx.types import TopK
 ROW_TOKENS = 64  # of a row of the batch, or the next multiple that context parallelism needs
 MICRO_BATCHES = 4  # of a pipeline, at least
 SEED = 0
+MOVED = 3  # further roundings of one device in float32
 # A program that runs once on little is compiled without optimizing its machine code: a third less to wait for.
 ONCE = {"xla_backend_optimization_level": 0}
 
@@ -85,6 +86,8 @@ class Case:
 def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> tuple[Comparison, Comparison | None]:
     """(the layout against one device, in float32 also one device's float32 against its float64).
 
+    The latter is the largest of several roundings: in a deep model one of them says little of the next.
+
     Raises:
       LayoutError: where the model, or a batch, does not allow the layout.
     """
@@ -97,7 +100,31 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     if dtype == "float64":
         return spread, None
     exact = run(make_case(config, arch, rows, tokens, "float64"), None)
-    return spread, difference(Layout(), exact, single)
+    others = [run(_moved(case, seed), None) for seed in range(MOVED)]
+    return spread, largest([difference(Layout(), exact, other) for other in (single, *others)])
+
+
+def _moved(case: Case, seed: int) -> Case:
+    """With weights that are one unit in the last place up or down: another rounding of the same model."""
+    random = np.random.default_rng(seed)
+
+    def move(x: Array) -> Array:
+        return jnp.asarray(np.nextafter(x, np.asarray(random.choice((-np.inf, np.inf), x.shape), x.dtype)))
+
+    return dataclasses.replace(
+        case, trainable=jax.tree.map(move, case.trainable), frozen=jax.tree.map(move, case.frozen)
+    )
+
+
+def largest(found: Sequence[Comparison]) -> Comparison:
+    """The largest difference of each tensor, and of the loss."""
+    tensors = lambda rows: tuple(max(row, key=lambda each: each.error) for row in zip(*rows, strict=True))  # noqa: E731
+    return Comparison(
+        found[0].layout,
+        max(each.loss_error for each in found),
+        tensors([each.gradients for each in found]),
+        tensors([each.changes for each in found]),
+    )
 
 
 def batch_shape(layout: Layout, rounds: int, over_tp: bool) -> tuple[int, int]:
@@ -113,7 +140,8 @@ def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype:
     base, low_rank = param_specs(arch), adapter_specs(arch, config.lora) if config.lora.rank else {}
     params = drawn(base, SEED, dtype, depth=arch.num_layers)
     # An adapter's product is half as large as what it is added to.
-    adapter = drawn(low_rank, SEED + 1, dtype, gain=(0.5 / adapter_scale(config.lora)) ** 0.5 if low_rank else 1.0)
+    gain = (0.5 / adapter_scale(config.lora)) ** 0.5 if low_rank else 1.0
+    adapter = drawn(low_rank, SEED + 1, dtype, depth=arch.num_layers, gain=gain)
     step = dataclasses.replace(
         step_config(config, arch, 2 * rows), dtype=dtype, head_precision=None, logprob_implementation="xla"
     )
@@ -126,24 +154,27 @@ def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype:
     return Case(step, config, params, base, {}, {}, batch)
 
 
-def drawn(specs: Params, seed: int, dtype: str, *, gain: float = 1.0, depth: int = 0) -> Params:
+def drawn(specs: Params, seed: int, dtype: str, *, depth: int, gain: float = 1.0) -> Params:
     """Random weights, times `gain`, that keep activations about 1; what initializes to 1 stays near it.
 
-    Each of `depth` layers adds twice to the stream, and their sum stays about 1 too (GPT-2's rule): where layers outgrow
-    the stream, a deep random model is chaotic, and makes of one rounding a wrong digit of a gradient.
+    Each of `depth` layers adds twice to the stream, and their sum stays about 1 too (as in GPT-2): where layers outgrow
+    the stream, a deep random model is chaotic, and makes of one rounding a wrong digit of a gradient. For the same
+    reason the stream begins at 1, but where the output head is the embedding.
     """
-    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     random = np.random.default_rng(seed)
+    untied = isinstance(specs, dict) and "head" in specs
 
-    def draw(spec: ParamSpec) -> np.ndarray:
+    def draw(path: tuple[Any, ...], spec: ParamSpec) -> Array:
         noise = np.float32(gain) * random.standard_normal(spec.shape, np.float32)
         if spec.initializer == "ones":
-            return 1 + 0.1 * noise
-        inputs = spec.shape[-2] if len(spec.shape) > 1 and spec.axes[0] != "vocab" else 100
-        adds = depth and spec.axes[0] == "layer" and len(spec.axes) > 2 and spec.axes[-1] == "embed"
-        return noise * np.float32((min(inputs, 400) * (2 * depth if adds else 1)) ** -0.5)
+            return jnp.asarray(1 + 0.1 * noise, dtype)
+        if untied and path[0].key == "embed":
+            return jnp.asarray(noise, dtype)
+        inputs = 100 if len(spec.shape) == 1 else spec.shape[-1 if spec.axes[0] == "vocab" else -2]
+        adds = spec.axes[0] == "layer" and len(spec.axes) > 2 and spec.axes[-1] == "embed"
+        return jnp.asarray(noise * np.float32((min(inputs, 400) * (2 * depth if adds else 1)) ** -0.5), dtype)
 
-    return jax.tree.unflatten(structure, [jnp.asarray(draw(spec), dtype) for spec in leaves])
+    return jax.tree_util.tree_map_with_path(draw, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
 def frozen_arrays(config: Config, arch: Architecture) -> tuple[FrozenArray, ...]:
@@ -207,7 +238,7 @@ def run(case: Case, placement: Placement | None) -> Outcome:
         trainable = place(trainable, case.trainable_specs, case.config.arch, placement)
         frozen = place(frozen, case.frozen_specs, case.config.arch, placement)
     step = dataclasses.replace(case.config, placement=placement)
-    total: Total = jax.jit(partial(slice_gradient, step), compiler_options=ONCE)(trainable, frozen, case.batch)
+    total = _program(step)(trainable, frozen, case.batch)
     optimizer = make_optimizer(case.learner.learner)
     version, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
     before = _numpy(trainable)
@@ -218,6 +249,11 @@ def run(case: Case, placement: Placement | None) -> Outcome:
     tokens = max(int(case.batch.mask.sum()), 1)
     scale = float(jnp.abs(case.batch.advantages * case.batch.mask).sum()) / tokens
     return Outcome(float(total[0]), gradient, change, scale)
+
+
+@lru_cache(maxsize=4)  # another rounding of a model runs the program of the first
+def _program(step: StepConfig) -> Callable[..., Total]:
+    return jax.jit(partial(slice_gradient, step), compiler_options=ONCE)
 
 
 def _numpy(tree: PyTree[Array]) -> dict[str, np.ndarray]:

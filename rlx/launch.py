@@ -1,8 +1,9 @@
 """The start of the `rlx` command: a process whose large blocks of memory are in huge pages, then `rlx.cli`.
 
 XLA on a CPU asks for the memory of a program's intermediate results at each run and gives it back after it, and glibc
-asks the kernel for blocks of that size each time, which zeroes them page by page (docs/measurements.md). glibc reads whether it may ask for huge pages at the start of a process only, hence a second
-start. This is for the command alone: a program of its own calls `rlx.cli.main`, which starts nothing again.
+asks the kernel for blocks of that size each time, which zeroes them page by page (docs/measurements.md). glibc reads
+whether it may ask for huge pages at the start of a process only, hence a second start. This is for the command alone: a
+program of its own calls `rlx.cli.main`, which starts nothing again.
 """
 
 from __future__ import annotations

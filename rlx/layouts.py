@@ -100,11 +100,11 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     if dtype == "float64":
         return spread, None
     exact = run(make_case(config, arch, rows, tokens, "float64"), None)
-    others = [run(_moved(case, seed), None) for seed in range(MOVED)]
+    others = [run(moved(case, seed), None) for seed in range(MOVED)]
     return spread, largest([difference(Layout(), exact, other) for other in (single, *others)])
 
 
-def _moved(case: Case, seed: int) -> Case:
+def moved(case: Case, seed: int) -> Case:
     """With weights that are one unit in the last place up or down: another rounding of the same model."""
     random = np.random.default_rng(seed)
 

@@ -5,7 +5,7 @@
 The devices are virtual ones of this CPU: nothing else is needed. config.model.path needs a config.json and no weights,
 which are drawn. In float64 the loss must agree within 1e-9 of the mean loss of a token, every gradient within 1e-8 of
 its norm and what one update changes within 1e-5; in float32 within 5 times what one device's float32 is from its own
-float64, and at least 1e-6.
+float64, the largest of four roundings, and at least 1e-6.
 """
 
 from __future__ import annotations

@@ -6,14 +6,19 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from absl import flags
+from flax import traverse_util
 
 from rlx import cli
 from rlx.config.flags import config_from_argv
 from rlx.config.schema import Config
-from rlx.layouts import Comparison, TensorError, compare
+from rlx.layouts import Comparison, TensorError, compare, largest, make_case, moved
 from rlx.models.hf_config import read_config
+from rlx.models.lora import adapter_scale, adapter_specs
+from rlx.models.spec import param_specs
 from rlx.parallel.layout import Layout, LayoutError, parse_layout
 from rlx.verify_layout import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, judged
 
@@ -180,6 +185,41 @@ def test_in_float32_a_layout_is_no_further_off_than_one_device():
 def test_in_float32_no_layout_is_further_off_than_one_device(kind, layout, rank):
     report = judged(*compared(kind, layout, rank, "float32"))
     assert report["ok"], report
+
+
+def test_one_devices_error_is_the_largest_of_several_roundings():
+    rows = [(TensorError("a", 1e-6), TensorError("b", 3e-6)), (TensorError("a", 2e-6), TensorError("b", 1e-6))]
+    found = [Comparison(Layout(), loss, row, row[::-1]) for loss, row in zip((2e-7, 1e-7), rows, strict=True)]
+    whole = largest(found)
+    assert (whole.loss_error, whole.gradients) == (2e-7, (TensorError("a", 2e-6), TensorError("b", 3e-6)))
+    assert whole.changes == (TensorError("b", 3e-6), TensorError("a", 2e-6))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_another_rounding_has_every_weight_one_unit_away(rank):
+    config = recipe("dense", rank)
+    case = make_case(config, read_config(config.model.path), 2, 64, "float32")
+    for one, other in zip(*(jax.tree.leaves((c.trainable, c.frozen)) for c in (case, moved(case, 0))), strict=True):
+        away = np.abs(np.asarray(one) - np.asarray(other))
+        assert ((away > 0) & (away <= np.spacing(np.maximum(np.abs(one), np.abs(other))))).all()
+
+
+@pytest.mark.parametrize("kind, rank", [(kind, rank) for kind in KINDS for rank in (0, 4)])
+def test_layers_do_not_outgrow_the_stream_nor_adapters_what_they_are_added_to(kind, rank):
+    """Where they do, a rounding in the first layer is another gradient in the last."""
+    config = recipe(kind, rank)
+    arch = read_config(config.model.path)
+    specs = adapter_specs(arch, config.lora) if rank else param_specs(arch)
+    case = make_case(config, arch, 2, 64, "float32")
+    size = lambda x: float(jnp.std(x))  # noqa: E731
+    for path, spec in traverse_util.flatten_dict(specs).items():
+        weight = traverse_util.flatten_dict(case.trainable)[path]
+        if rank and path[-1] == "a":
+            product = weight @ traverse_util.flatten_dict(case.trainable)[(*path[:-1], "b")]
+            base = weight.shape[-2] ** -0.5
+            assert adapter_scale(config.lora) * size(product) < base
+        elif not rank and path[-1] == "kernel" and spec.axes[-1] == "embed":
+            assert size(weight) * (spec.shape[-2] * 2 * arch.num_layers) ** 0.5 == pytest.approx(1, rel=0.1)
 
 
 def test_a_wrong_tensor_is_found_and_named():

@@ -81,7 +81,7 @@ test-slow: $(STAMP)  ## the others, also in two
 	$(BIN)/python $(PYTEST) 'slow and not sglang' -n $(JOBS) $(ARGS)
 
 test-all: test test-jax-latest  ## test, the fast tests on the newest jax, every layout of every kind of model
-	$(BIN)/python $(PYTEST) exhaustive $(ARGS)
+	$(BIN)/python $(PYTEST) exhaustive -n $(JOBS) $(ARGS)
 
 test-jax-latest: $(LATEST)/.installed  ## the fast tests on the newest jax that pyproject.toml allows
 	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'

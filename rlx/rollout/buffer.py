@@ -173,11 +173,10 @@ class Buffer:
 
     def _choose(self, version: int) -> None:
         """Look at what arrived, until there is a collection."""
-        stale = 0
+        before = len(self)
         while self._arrived and len(self._fresh) < self.rules.collection:
             entry = self._arrived.popleft()
             if version - entry.oldest > self.rules.max_lag:
-                stale += 1
                 self.gauge.leave(entry.entered)
                 self._move("buffered", graded(entry.group).samples, "stale", version, 1)
                 if self.rules.return_stale and self.on_stale is not None:
@@ -186,7 +185,7 @@ class Buffer:
                 self._early.append(entry)
             else:
                 self._fresh.append(entry)
-        if stale:
+        if len(self) < before:  # stale, or early: whoever found no room may go on
             self._changed()
 
     def _settle(self, groups: list[Group], version: int) -> Batch:

@@ -140,6 +140,24 @@ def test_groups_of_a_later_version_wait_for_it():
     assert virtual.run(main()) == ([1, 2], False, [0, 3])
 
 
+def test_room_that_groups_of_a_later_version_leave_is_told():
+    """After a resumption they fill the buffer until the learner asks: whoever found no room then must hear of it."""
+
+    async def main():
+        held, ledger = buffer()
+        put(held, ledger, *(written_at(3, n) for n in (5, 9)), version=3)
+        room = []
+        held.on_change = lambda: room.append(held.room_for(0))
+        assert not held.room_for(0)
+        waiting = asyncio.create_task(held.take(0))
+        await asyncio.sleep(1)
+        assert room[-1]
+        put(held, ledger, *(written_at(0, n) for n in (6, 7)))
+        return numbers(await waiting)
+
+    assert virtual.run(main()) == [6, 7]
+
+
 def test_an_update_that_was_not_finite_fails_its_samples():
     async def main():
         held, ledger = buffer()

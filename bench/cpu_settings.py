@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.vs_peers import Side, running, steady, write_model
+from bench.vs_peers import Side, running, steady, warm_up, write_model
 
 VARIANTS = {
     "neither": (1, False),
@@ -33,11 +33,9 @@ def main() -> None:
         model = write_model(Path(directory))
         sides = {name: Side("rlx", model, "", lanes, huge) for name, (lanes, huge) in VARIANTS.items()}
         processes = {name: stack.enter_context(running(side)) for name, side in sides.items()}
-        for process in processes.values():
-            for _ in range(WARM_UP):
-                process.step()
+        warm_up(processes, WARM_UP)
         before = {name: process.page_faults() for name, process in processes.items()}
-        seconds = steady(processes, arguments.rounds, arguments.steps, warm_up=0)
+        seconds = steady(processes, arguments.rounds, arguments.steps)
         steps = arguments.rounds * arguments.steps
         faults = {name: (process.page_faults() - before[name]) / steps for name, process in processes.items()}
     middles = {name: [statistics.median(turn) for turn in turns] for name, turns in seconds.items()}

@@ -186,11 +186,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def steady(processes: dict[str, Process], rounds: int, steps: int, warm_up: int) -> dict[str, list[list[float]]]:
-    """Seconds of each step by side and round. The side that begins is another one in each round."""
+def warm_up(processes: dict[str, Process], steps: int) -> None:
     for process in processes.values():
-        for _ in range(warm_up):
+        for _ in range(steps):
             process.step()
+
+
+def steady(processes: dict[str, Process], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+    """Seconds of each step by side and round. The side that begins is another one in each round."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in processes}
     names = list(processes)
     for turn in range(rounds):
@@ -228,7 +231,8 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         processes = {side.name: stack.enter_context(running(side)) for side in sides}
         made = check_equal(processes)
-        seconds = steady(processes, arguments.rounds, arguments.steps, arguments.warm_up)
+        warm_up(processes, arguments.warm_up)
+        seconds = steady(processes, arguments.rounds, arguments.steps)
         rates = {name: process.matrix_rate() for name, process in processes.items()}
         memory = {name: process.peak_memory() for name, process in processes.items()}
     floor = sum(step_flop().values()) / max(rates.values())

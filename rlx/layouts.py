@@ -162,7 +162,7 @@ def drawn(specs: Params, seed: int, dtype: str, *, depth: int, gain: float = 1.0
     reason the stream begins at 1, but where the output head is the embedding.
     """
     random = np.random.default_rng(seed)
-    untied = isinstance(specs, dict) and "head" in specs
+    untied = "head" in specs
 
     def draw(path: tuple[Any, ...], spec: ParamSpec) -> Array:
         noise = np.float32(gain) * random.standard_normal(spec.shape, np.float32)

@@ -41,11 +41,11 @@ def test_who_can_ask(tmp_path, monkeypatch, kernel, libc, expected):
     assert launch.can_be_asked_for(said) is expected
 
 
-def begin(*python, given=None, executable=sys.executable):
+def begin(*python, given=None):
     """(tunables of the last start, those that its children get, its arguments)"""
     clean = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     ran = subprocess.run(
-        [executable, *python, "-c", BEGIN, "a b", "--c"],
+        [sys.executable, *python, "-c", BEGIN, "a b", "--c"],
         env=clean if given is None else clean | {"GLIBC_TUNABLES": given},
         capture_output=True,
         text=True,

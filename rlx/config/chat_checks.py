@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from rlx.config.errors import said
 from rlx.config.profiles import admission
 from rlx.config.schema import Config
 
@@ -15,11 +14,11 @@ def chat_problems(config: Config) -> list[str]:
     tools = config.tools
     positive = ("max_turns", "call_seconds", "session_seconds", "output_bytes")
     problems = [
-        _said(f"tools.{name}", value, "must be above 0") for name in positive if not (value := vars(tools)[name]) > 0
+        said(f"tools.{name}", value, "must be above 0") for name in positive if not (value := vars(tools)[name]) > 0
     ]
     if tools.call_seconds > tools.session_seconds:
         why = f"config.tools.session_seconds = {tools.session_seconds} ends the session before; set at most that"
-        problems.append(_said("tools.call_seconds", tools.call_seconds, why))
+        problems.append(said("tools.call_seconds", tools.call_seconds, why))
     return problems + _sessions(config)
 
 
@@ -38,21 +37,21 @@ def _sessions(config: Config) -> list[str]:
     if not producer.session_token_limit:
         most = max(1, config.engine.context - new)
         why = f"{where} has sessions of several turns, which grow until something ends them; set at most {most}"
-        problems.append(_said("producer.session_token_limit", 0, why))
+        problems.append(said("producer.session_token_limit", 0, why))
     longest = producer.session_token_limit + new
     targets = config.learner.row_targets
     if 0 < targets < min(longest, config.tools.max_turns * new):
         why = f"{where}: the turns of one session may be longer together; set 0, or at least {longest}"
-        problems.append(_said("learner.row_targets", targets, why))
+        problems.append(said("learner.row_targets", targets, why))
     problems += _sandboxes(config, where)
     wall_s = config.sandbox.limits.wall_s
     if config.tools.call_seconds > wall_s:
         why = f"config.sandbox.limits.wall_s = {wall_s} ends a call before; set at most that"
-        problems.append(_said("tools.call_seconds", config.tools.call_seconds, why))
+        problems.append(said("tools.call_seconds", config.tools.call_seconds, why))
     needed = config.tools.call_seconds + 5.0
     if producer.environment_timeout_s < needed:
         why = f"config.tools.call_seconds = {config.tools.call_seconds} could not be reached; set at least {needed}"
-        problems.append(_said("producer.environment_timeout_s", producer.environment_timeout_s, why))
+        problems.append(said("producer.environment_timeout_s", producer.environment_timeout_s, why))
     return problems
 
 
@@ -75,8 +74,4 @@ def _sandboxes(config: Config, where: str) -> list[str]:
     most = max(wanted)
     if most <= config.sandbox.max_open:
         return []
-    return [_said("sandbox.max_open", config.sandbox.max_open, f"{where}: {wanted[most]}; set at least {most}")]
-
-
-def _said(key: str, value: Any, demand: str) -> str:
-    return f"config.{key} = {value!r}: {demand}"
+    return [said("sandbox.max_open", config.sandbox.max_open, f"{where}: {wanted[most]}; set at least {most}")]

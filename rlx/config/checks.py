@@ -17,7 +17,7 @@ from typing import Any
 from rlx.config.chat_checks import chat_problems
 from rlx.config.cluster_checks import cluster_problems
 from rlx.config.engine_checks import engine_problems
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError, nearest, said
 from rlx.config.frozen_checks import objective_problems
 from rlx.config.inference_checks import inference_problems
 from rlx.config.planning import LEAST_EFFICIENCY
@@ -125,13 +125,9 @@ def check(config: Config, *, simulated: bool = False) -> None:
         raise ConfigError(*problems)
 
 
-def _said(key: str, value: Any, demand: str) -> str:
-    return f"config.{key} = {value!r}: {demand}"
-
-
 def _finite(config: Config) -> list[str]:
     numbers = ((key, value) for key, value in _leaves(dataclasses.asdict(config), "") if isinstance(value, float))
-    return [_said(key, value, "must be a finite number") for key, value in numbers if not math.isfinite(value)]
+    return [said(key, value, "must be a finite number") for key, value in numbers if not math.isfinite(value)]
 
 
 def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -149,7 +145,7 @@ def _ranges(config: Config) -> list[str]:
         (POSITIVE, "must be above 0", lambda v: v > 0),
     )
     values = [(key, attrgetter(key)(config), demand, holds) for keys, demand, holds in rules for key in keys]
-    return [_said(key, value, demand) for key, value, demand, holds in values if not holds(value)]
+    return [said(key, value, demand) for key, value, demand, holds in values if not holds(value)]
 
 
 def _limits(config: Config) -> list[str]:
@@ -159,9 +155,9 @@ def _limits(config: Config) -> list[str]:
         ("engine.steps_per_dispatch", config.engine.steps_per_dispatch, 1024, "a finished slot waits for the others"),
         ("learner.micro_batch_rows", config.learner.micro_batch_rows, samples, "an update has no more samples"),
     )
-    problems = [_said(key, value, f"{why}; set at most {most}") for key, value, most, why in rules if value > most]
+    problems = [said(key, value, f"{why}; set at most {most}") for key, value, most, why in rules if value > most]
     if 0 < rollout.temperature < 1e-3:
-        problems.append(_said("rollout.temperature", rollout.temperature, "logits would overflow; set at least 0.001"))
+        problems.append(said("rollout.temperature", rollout.temperature, "logits would overflow; set at least 0.001"))
     return problems
 
 
@@ -190,35 +186,35 @@ def _fractions(config: Config) -> list[str]:
         ),
         ("eval.confidence", config.eval.confidence, 0 < config.eval.confidence < 1, "must be in (0, 1), e.g. 0.95"),
     )
-    return [_said(key, value, demand) for key, value, holds, demand in rules if not holds]
+    return [said(key, value, demand) for key, value, holds, demand in rules if not holds]
 
 
 def _run(config: Config) -> list[str]:
     problems = []
     if config.run.name in ("", ".", "..") or "/" in config.run.name:
-        problems.append(_said("run.name", config.run.name, "must be one folder name, below config.run.directory"))
+        problems.append(said("run.name", config.run.name, "must be one folder name, below config.run.directory"))
     if not config.run.directory:
-        problems.append(_said("run.directory", "", "must be a folder, e.g. 'runs'; '.' is the current one"))
+        problems.append(said("run.directory", "", "must be a folder, e.g. 'runs'; '.' is the current one"))
     if config.run.seed >= 2**32:
-        problems.append(_said("run.seed", config.run.seed, "must be below 2**32"))
+        problems.append(said("run.seed", config.run.seed, "must be below 2**32"))
     return problems
 
 
 def _model(config: Config) -> list[str]:
     path, way_out = config.model.path, "give a Hugging Face directory; `make model` makes models/smollm2-135m-instruct"
     if not path:
-        return [_said("model.path", path, f"names no model; {way_out}")]
+        return [said("model.path", path, f"names no model; {way_out}")]
     if not Path(path).is_dir():
-        return [_said("model.path", path, f"no such directory; {way_out}")]
+        return [said("model.path", path, f"no such directory; {way_out}")]
     if not (Path(path) / "config.json").is_file():
-        return [_said("model.path", path, f"has no config.json, so it is no Hugging Face checkpoint; {way_out}")]
+        return [said("model.path", path, f"has no config.json, so it is no Hugging Face checkpoint; {way_out}")]
     return []
 
 
 def _experts(config: Config) -> list[str]:
     demand = "balances by the routes that engines record; set config.model.replay_routes = True too"
     wrong = config.model.balance_packing and not config.model.replay_routes
-    return [_said("model.balance_packing", True, demand)] if wrong else []
+    return [said("model.balance_packing", True, demand)] if wrong else []
 
 
 def _lora(config: Config) -> list[str]:
@@ -229,26 +225,26 @@ def _lora(config: Config) -> list[str]:
         if (name.isidentifier() or "," in name) and name not in LINEAR_LAYERS:
             close = nearest(name, LINEAR_LAYERS)
             hint = f"; the nearest is {close!r}" if close else ""
-            problems.append(_said(f"lora.targets[{i}]", name, f"must be one of {', '.join(LINEAR_LAYERS)}{hint}"))
+            problems.append(said(f"lora.targets[{i}]", name, f"must be one of {', '.join(LINEAR_LAYERS)}{hint}"))
     if repeated := _repeated(targets):
-        problems.append(_said("lora.targets", targets, f"names {', '.join(repeated)} twice"))
+        problems.append(said("lora.targets", targets, f"names {', '.join(repeated)} twice"))
     if config.lora.rank > 0 and not targets:
-        problems.append(_said("lora.targets", targets, "must name a layer; config.lora.rank = 0 trains all parameters"))
+        problems.append(said("lora.targets", targets, "must name a layer; config.lora.rank = 0 trains all parameters"))
     return problems
 
 
 def _tasks(config: Config) -> list[str]:
     tasks, sources = config.tasks, config.tasks.sources
     if not sources:
-        return [_said("tasks.sources", {}, "no task source; a recipe adds one: c.tasks.sources.NAME = source(...)")]
+        return [said("tasks.sources", {}, "no task source; a recipe adds one: c.tasks.sources.NAME = source(...)")]
     problems = [problem for name, source in sources.items() for problem in _source(name, source)]
     for name in sources:
         if name in ("low", "high") or not NAME.fullmatch(name):
             why = "the name of a source is part of metric names: letters, digits, _ and -, and neither low nor high"
-            problems.append(_said(f"tasks.sources.{name}", name, why))
+            problems.append(said(f"tasks.sources.{name}", name, why))
     total = sum(source.size for source in sources.values())
     if not tasks.split and all(source.dataset for source in sources.values()) and tasks.held_out >= total:
-        problems.append(_said("tasks.held_out", tasks.held_out, f"leaves none of the {total} tasks to train on"))
+        problems.append(said("tasks.held_out", tasks.held_out, f"leaves none of the {total} tasks to train on"))
     return problems
 
 
@@ -261,19 +257,19 @@ def _source(name: str, source: TaskSourceConfig) -> list[str]:
         given = f"dataset = {source.dataset!r} and path = {source.path!r}"
         problems.append(f"config.{key} has {given}: set exactly one of the two")
     if source.path and not Path(source.path).is_file():
-        problems.append(_said(f"{key}.path", source.path, "no such file"))
+        problems.append(said(f"{key}.path", source.path, "no such file"))
     if source.size < 0 or (source.dataset and source.size == 0):
         least = "at least 1 for a dataset" if source.dataset else "0 (the whole file) or more"
-        problems.append(_said(f"{key}.size", source.size, f"must be {least}"))
+        problems.append(said(f"{key}.size", source.size, f"must be {least}"))
     if not source.weight > 0:
-        problems.append(_said(f"{key}.weight", source.weight, "must be above 0; or leave the source out"))
+        problems.append(said(f"{key}.weight", source.weight, "must be above 0; or leave the source out"))
     return problems
 
 
 def _rollout(config: Config) -> list[str]:
     if config.rollout.group_size == 1 and config.rollout.filter_no_signal:
         why = "drops every group of one sample; set it to False or config.rollout.group_size to at least 2"
-        return [_said("rollout.filter_no_signal", True, why)]
+        return [said("rollout.filter_no_signal", True, why)]
     return []
 
 
@@ -290,20 +286,20 @@ def _lengths(config: Config) -> list[str]:
     problems = []
     if new >= context:
         why = f"leaves no room for a prompt in config.engine.context = {context}; raise that or lower this"
-        problems.append(_said("rollout.max_new_tokens", new, why))
+        problems.append(said("rollout.max_new_tokens", new, why))
     if row < context:
         why = f"a sample of config.engine.context = {context} tokens would not fit in a row; set at least {context}"
-        problems.append(_said("learner.row_tokens", row, why))
+        problems.append(said("learner.row_tokens", row, why))
     targets = config.learner.row_targets
     if config.plan.sequence_tokens > row:
         why = f"no sequence is longer than config.learner.row_tokens = {row}; set at most that, or 0 for it"
-        problems.append(_said("plan.sequence_tokens", config.plan.sequence_tokens, why))
+        problems.append(said("plan.sequence_tokens", config.plan.sequence_tokens, why))
     if targets > row:
         why = f"must be at most config.learner.row_tokens = {row}; 0 stands for that"
-        problems.append(_said("learner.row_targets", targets, why))
+        problems.append(said("learner.row_targets", targets, why))
     if 0 < targets < new:
         why = f"a response of config.rollout.max_new_tokens = {new} would not fit in a row; set at least {new}, or 0"
-        problems.append(_said("learner.row_targets", targets, why))
+        problems.append(said("learner.row_targets", targets, why))
     return problems
 
 
@@ -312,24 +308,24 @@ def _learner(config: Config) -> list[str]:
     problems = []
     if learner.warmup_updates > learner.updates:
         why = f"must be at most config.learner.updates = {learner.updates}"
-        problems.append(_said("learner.warmup_updates", learner.warmup_updates, why))
+        problems.append(said("learner.warmup_updates", learner.warmup_updates, why))
     fraction = learner.final_learning_rate_fraction
     if learner.schedule == "constant" and fraction != 0:
         why = "means nothing under config.learner.schedule = 'constant'; set 0.0, or the schedule to 'cosine'"
-        problems.append(_said("learner.final_learning_rate_fraction", fraction, why))
+        problems.append(said("learner.final_learning_rate_fraction", fraction, why))
     served = HEAD_PRECISIONS.get(learner.logprob_implementation)
     if served and learner.head_precision not in served:
         why = (
             f"cannot be had with config.learner.logprob_implementation = {learner.logprob_implementation!r}; "
             f"set one of {', '.join(served)}, or the implementation to 'auto'"
         )
-        problems.append(_said("learner.head_precision", learner.head_precision, why))
+        problems.append(said("learner.head_precision", learner.head_precision, why))
     if config.model.dtype == "bfloat16" and learner.head_precision not in ("auto", "bfloat16"):
         why = (
             "multiplies numbers that config.model.dtype = 'bfloat16' has already rounded; "
             "set the model's dtype to 'float32', or this to 'auto'"
         )
-        problems.append(_said("learner.head_precision", learner.head_precision, why))
+        problems.append(said("learner.head_precision", learner.head_precision, why))
     return problems
 
 
@@ -338,18 +334,18 @@ def _sft(config: Config) -> list[str]:
     problems = []
     if sft.steps > 0 and not Path(sft.path).is_file():
         why = f"config.sft.steps = {sft.steps} needs a JSONL file of question and response; or set the steps to 0"
-        problems.append(_said("sft.path", sft.path, why))
+        problems.append(said("sft.path", sft.path, why))
     if sft.path and not sft.steps:
         why = f"config.sft.path = {sft.path!r} is not read; set the steps, or the path to ''"
-        problems.append(_said("sft.steps", 0, why))
+        problems.append(said("sft.steps", 0, why))
     if sft.validation_path and not Path(sft.validation_path).is_file():
-        problems.append(_said("sft.validation_path", sft.validation_path, "no such file"))
+        problems.append(said("sft.validation_path", sft.validation_path, "no such file"))
     if sft.validation_path and sft.validation_fraction:
         why = f"config.sft.validation_path = {sft.validation_path!r} is the validation already; set this to 0"
-        problems.append(_said("sft.validation_fraction", sft.validation_fraction, why))
+        problems.append(said("sft.validation_fraction", sft.validation_fraction, why))
     if sft.batch_rows % config.learner.micro_batch_rows:
         why = f"must be a multiple of config.learner.micro_batch_rows = {config.learner.micro_batch_rows}, or 0"
-        problems.append(_said("sft.batch_rows", sft.batch_rows, why))
+        problems.append(said("sft.batch_rows", sft.batch_rows, why))
     return problems
 
 
@@ -357,16 +353,16 @@ def _eval(config: Config) -> list[str]:
     evaluation = config.eval
     problems = []
     if not evaluation.k or min(evaluation.k) < 1 or _repeated(evaluation.k):
-        problems.append(_said("eval.k", evaluation.k, "must be distinct counts of at least 1, e.g. (1,)"))
+        problems.append(said("eval.k", evaluation.k, "must be distinct counts of at least 1, e.g. (1,)"))
     elif max(evaluation.k) > evaluation.attempts_per_task:
         why = f"pass@k needs k at most config.eval.attempts_per_task = {evaluation.attempts_per_task}"
-        problems.append(_said("eval.k", evaluation.k, why))
+        problems.append(said("eval.k", evaluation.k, why))
     if evaluation.temperature == 0 and evaluation.attempts_per_task > 1:
         why = "greedy attempts at a task are all the same; set config.eval.attempts_per_task to 1, or this above 0"
-        problems.append(_said("eval.temperature", evaluation.temperature, why))
+        problems.append(said("eval.temperature", evaluation.temperature, why))
     if evaluation.every > 0 and config.tasks.held_out == 0:
         why = "there is nothing to evaluate on; set config.tasks.held_out above 0, or this to 0"
-        problems.append(_said("eval.every", evaluation.every, why))
+        problems.append(said("eval.every", evaluation.every, why))
     return problems
 
 

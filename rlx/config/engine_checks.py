@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from rlx.config.errors import said
 from rlx.config.schema import Config, EngineConfig
 
 FULL_SUPPORT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -17,12 +16,12 @@ def engine_problems(config: Config) -> list[str]:
     for name, off in FULL_SUPPORT.items():
         if (value := getattr(rollout, name)) != off:
             why = f"the {engine.kind} engine samples from the full distribution only; set it to {off}"
-            problems.append(_said(f"rollout.{name}", value, why))
+            problems.append(said(f"rollout.{name}", value, why))
     if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
-        problems.append(_said("engine.prefill_buckets", buckets, "must be ascending lengths in tokens, e.g. (64, 128)"))
+        problems.append(said("engine.prefill_buckets", buckets, "must be ascending lengths in tokens, e.g. (64, 128)"))
     elif buckets[-1] > engine.context:
         why = f"the largest must be at most config.engine.context = {engine.context}"
-        problems.append(_said("engine.prefill_buckets", buckets, why))
+        problems.append(said("engine.prefill_buckets", buckets, why))
     return problems + _slots(engine)
 
 
@@ -31,14 +30,10 @@ def _slots(engine: EngineConfig) -> list[str]:
     if lanes < 1:
         return []  # and said so
     if lanes > 1 and engine.kind != "local":
-        return [_said("engine.lanes", lanes, f"the {engine.kind} engine has no lanes, only the local one; set it to 1")]
+        return [said("engine.lanes", lanes, f"the {engine.kind} engine has no lanes, only the local one; set it to 1")]
     if slots % lanes:
-        return [_said("engine.lanes", lanes, f"must divide config.engine.slots = {slots}")]
+        return [said("engine.lanes", lanes, f"must divide config.engine.slots = {slots}")]
     if rows > slots // lanes:
         of_each = f" / lanes = {slots // lanes}" if lanes > 1 else f" = {slots}"
-        return [_said("engine.prefill_rows", rows, f"must be at most config.engine.slots{of_each}")]
+        return [said("engine.prefill_rows", rows, f"must be at most config.engine.slots{of_each}")]
     return []
-
-
-def _said(key: str, value: Any, demand: str) -> str:
-    return f"config.{key} = {value!r}: {demand}"

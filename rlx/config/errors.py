@@ -17,6 +17,11 @@ class ConfigError(ValueError):
         return "\n".join(self.problems)
 
 
+def said(key: str, value: object, demand: str) -> str:
+    """The problem line for a dotted `key` whose value must be another."""
+    return f"config.{key} = {value!r}: {demand}"
+
+
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The option most like `word`, None where none is alike."""
     matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)

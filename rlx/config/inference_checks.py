@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlx.config.errors import said
 from rlx.config.profiles import PROFILES
 from rlx.config.schema import Config
 
@@ -34,30 +35,26 @@ ONLY_SERVERS: dict[str, Any] = {
 def inference_problems(config: Config) -> list[str]:
     """A line for each problem, with its key, its value and the way out."""
     values = vars(config.inference)
-    problems = [_said(f"inference.{key}", values[key], "must be above 0") for key in POSITIVE if not values[key] > 0]
-    problems += [_said(f"inference.{key}", values[key], "must be 0 or more") for key in NOT_NEGATIVE if values[key] < 0]
+    problems = [said(f"inference.{key}", values[key], "must be above 0") for key in POSITIVE if not values[key] > 0]
+    problems += [said(f"inference.{key}", values[key], "must be 0 or more") for key in NOT_NEGATIVE if values[key] < 0]
     if config.audit.every < 0:
-        problems.append(_said("audit.every", config.audit.every, "must be 0 (never) or more publications"))
+        problems.append(said("audit.every", config.audit.every, "must be 0 (never) or more publications"))
     if config.engine.kind == "sglang":
         parts = (_servers, _addresses, _keys, _memory, _profile, _weights, _head, _routes)
         return problems + [problem for part in parts for problem in part(config)]
     return problems + list(_unused(config))
 
 
-def _said(key: str, value: Any, demand: str) -> str:
-    return f"config.{key} = {value!r}: {demand}"
-
-
 def _unused(config: Config) -> Iterator[str]:
     """What only servers have."""
     inference, way_out = config.inference, "the embedded engine has no use for it; set config.engine.kind to 'sglang'"
     if inference.addresses or inference.router:
-        yield _said("inference.addresses", inference.addresses, way_out)
+        yield said("inference.addresses", inference.addresses, way_out)
     if inference.count:
-        yield _said("inference.count", inference.count, way_out)
+        yield said("inference.count", inference.count, way_out)
     for key, unset in ONLY_SERVERS.items():
         if (value := getattr(inference, key)) != unset:
-            yield _said(f"inference.{key}", value, f"{way_out}, or this to {unset!r}")
+            yield said(f"inference.{key}", value, f"{way_out}, or this to {unset!r}")
     if config.audit.at_start or config.audit.every:
         given = (config.audit.at_start, config.audit.every)
         yield f"config.audit.at_start, config.audit.every = {given}: {way_out}, or these to False and 0"
@@ -67,20 +64,20 @@ def _servers(config: Config) -> Iterator[str]:
     inference = config.inference
     if inference.addresses and inference.count:
         why = f"config.inference.count = {inference.count} would start others; set one of the two to () or 0"
-        yield _said("inference.addresses", inference.addresses, why)
+        yield said("inference.addresses", inference.addresses, why)
     if not inference.addresses and not inference.count:
         why = "names no server; set config.inference.count to start some here, or this to ('http://HOST:PORT', ...)"
-        yield _said("inference.addresses", (), why)
+        yield said("inference.addresses", (), why)
     if inference.router and not inference.addresses:
         why = "stands before servers that run: name them all in config.inference.addresses, weights go to each"
-        yield _said("inference.router", inference.router, why)
+        yield said("inference.router", inference.router, why)
     last = inference.first_port + inference.count - 1
     if inference.first_port and not (inference.first_port >= 1024 and last <= 65535):
         why = f"ports up to {last}: they must be in [1024, 65535], or 0 for any free ones"
-        yield _said("inference.first_port", inference.first_port, why)
+        yield said("inference.first_port", inference.first_port, why)
     if inference.addresses and inference.first_gpu:
         why = "servers that are given have their GPUs; it is for those started here, set 0"
-        yield _said("inference.first_gpu", inference.first_gpu, why)
+        yield said("inference.first_gpu", inference.first_gpu, why)
 
 
 def _addresses(config: Config) -> Iterator[str]:
@@ -89,10 +86,10 @@ def _addresses(config: Config) -> Iterator[str]:
     for address in named:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-            yield _said("inference.addresses", address, "is no address of a server, as http://HOST:PORT is")
+            yield said("inference.addresses", address, "is no address of a server, as http://HOST:PORT is")
     repeated = sorted({a for a in named if named.count(a) > 1})
     if repeated:
-        yield _said("inference.addresses", repeated, "named twice: an engine has one name")
+        yield said("inference.addresses", repeated, "named twice: an engine has one name")
 
 
 def _keys(config: Config) -> Iterator[str]:
@@ -100,18 +97,18 @@ def _keys(config: Config) -> Iterator[str]:
         variable = getattr(config.inference, name)
         if variable and not os.environ.get(variable):
             why = "no such variable in the environment, or an empty one; export it, or set this to ''"
-            yield _said(f"inference.{name}", variable, why)
+            yield said(f"inference.{name}", variable, why)
 
 
 def _memory(config: Config) -> Iterator[str]:
     inference = config.inference
     if not 0 <= inference.memory_fraction < 1:
-        yield _said("inference.memory_fraction", inference.memory_fraction, "must be in (0, 1), or 0 for SGLang's own")
+        yield said("inference.memory_fraction", inference.memory_fraction, "must be in (0, 1), or 0 for SGLang's own")
     if inference.profile == "colocated" and not inference.memory_fraction:
         why = "an engine on the trainer's own GPU must leave it memory; set the engine's share, e.g. 0.4"
-        yield _said("inference.memory_fraction", inference.memory_fraction, why)
+        yield said("inference.memory_fraction", inference.memory_fraction, why)
     if inference.device == "cpu" and inference.tensor_parallel > 1:
-        yield _said("inference.tensor_parallel", inference.tensor_parallel, "a CPU is one device; set 1")
+        yield said("inference.tensor_parallel", inference.tensor_parallel, "a CPU is one device; set 1")
 
 
 def _profile(config: Config) -> Iterator[str]:
@@ -126,11 +123,11 @@ def _profile(config: Config) -> Iterator[str]:
     ):
         value = getattr(producer, key)
         if value not in (unset, belongs):
-            yield _said(f"producer.{key}", value, f"the profile {name!r} has {belongs}; set {unset}, or {way_out}")
+            yield said(f"producer.{key}", value, f"the profile {name!r} has {belongs}; set {unset}, or {way_out}")
     cached = "on" if whole.radix_cache else "off"
     if inference.radix_cache not in ("auto", cached):
         why = f"the profile {name!r} has {cached!r}; set 'auto', or {way_out}"
-        yield _said("inference.radix_cache", inference.radix_cache, why)
+        yield said("inference.radix_cache", inference.radix_cache, why)
 
 
 def _weights(config: Config) -> Iterator[str]:
@@ -138,38 +135,38 @@ def _weights(config: Config) -> Iterator[str]:
     if inference.weights == "adapter":
         if not lora.rank:
             why = "config.lora.rank = 0 trains every parameter, there is no adapter to send; set 'full'"
-            yield _said("inference.weights", "adapter", why)
+            yield said("inference.weights", "adapter", why)
         if lora.rank > inference.max_lora_rank:
             why = f"engines keep room for less than config.lora.rank = {lora.rank}; set at least that"
-            yield _said("inference.max_lora_rank", inference.max_lora_rank, why)
+            yield said("inference.max_lora_rank", inference.max_lora_rank, why)
         if inference.transport == "distributed":
             why = "SGLang takes adapters from disk or in a request; set 'disk' or 'tensor'"
-            yield _said("inference.transport", "distributed", why)
+            yield said("inference.transport", "distributed", why)
         if config.audit.at_start:
-            yield _said("audit.at_start", True, "resets the base weights, which no adapter brings back; set False")
+            yield said("audit.at_start", True, "resets the base weights, which no adapter brings back; set False")
         patterns = [name for name in lora.targets if name not in ADAPTED]
         if patterns:
             why = f"engines take adapters of {', '.join(ADAPTED)}; name these, or set inference.weights to 'full'"
-            yield _said("lora.targets", patterns, why)
+            yield said("lora.targets", patterns, why)
         if inference.max_loras < 2:
             why = "the next version is loaded while requests of the last one end; set at least 2"
-            yield _said("inference.max_loras", inference.max_loras, why)
+            yield said("inference.max_loras", inference.max_loras, why)
         if inference.router:
             why = "requests name the adapter that a router's other servers may not have yet; set 'full'"
-            yield _said("inference.weights", "adapter", why)
+            yield said("inference.weights", "adapter", why)
     over_nccl = inference.transport == "distributed" and inference.distributed_backend == "nccl"
     if over_nccl and inference.device == "cpu" and not inference.addresses:
-        yield _said("inference.distributed_backend", "nccl", "needs GPUs; set 'gloo'")
+        yield said("inference.distributed_backend", "nccl", "needs GPUs; set 'gloo'")
 
 
 def _head(config: Config) -> Iterator[str]:
     """Trainer and engine compute the head alike, or their log-probs differ for no reason of the policy's."""
     if config.inference.fp32_head and config.learner.head_precision == "bfloat16":
         why = "the trainer's head would be another; set config.learner.head_precision to 'auto' or 'float32'"
-        yield _said("inference.fp32_head", True, why)
+        yield said("inference.fp32_head", True, why)
 
 
 def _routes(config: Config) -> Iterator[str]:
     if config.model.replay_routes:
         why = "answers of SGLang do not name the experts it chose; set False, or config.engine.kind to 'local'"
-        yield _said("model.replay_routes", True, why)
+        yield said("model.replay_routes", True, why)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from rlx.config.errors import said
 from rlx.config.profiles import admission
 from rlx.config.schema import Config
 
@@ -29,7 +28,7 @@ def producer_problems(config: Config) -> list[str]:
     )
     values = vars(config.producer)
     problems = [
-        _said(f"producer.{key}", values[key], demand)
+        said(f"producer.{key}", values[key], demand)
         for keys, holds, demand in rules
         for key in keys
         if not holds(values[key])
@@ -37,26 +36,22 @@ def producer_problems(config: Config) -> list[str]:
     return problems + _admission(config) + _session_lengths(config)
 
 
-def _said(key: str, value: Any, demand: str) -> str:
-    return f"config.{key} = {value!r}: {demand}"
-
-
 def _admission(config: Config) -> list[str]:
     producer, slots = config.producer, admission(config)
     problems = []
     if config.engine.kind == "local" and producer.engine_admission not in (0, slots):
         why = f"the embedded engine runs config.engine.slots = {slots} requests at once; set 0, or that key"
-        problems.append(_said("producer.engine_admission", producer.engine_admission, why))
+        problems.append(said("producer.engine_admission", producer.engine_admission, why))
     if 0 < producer.http_admission < slots:
         why = f"would leave slots of an engine empty that runs {slots} requests at once; set at least that, or 0"
-        problems.append(_said("producer.http_admission", producer.http_admission, why))
+        problems.append(said("producer.http_admission", producer.http_admission, why))
     if 0 < producer.max_concurrent_samples < producer.sessions_in_flight:
         key = f"config.producer.sessions_in_flight = {producer.sessions_in_flight}"
         why = f"{key} could not be reached; set at least that, or 0"
-        problems.append(_said("producer.max_concurrent_samples", producer.max_concurrent_samples, why))
+        problems.append(said("producer.max_concurrent_samples", producer.max_concurrent_samples, why))
     if producer.environment_timeout_s < config.grader.timeout_s:
         why = f"config.grader.timeout_s = {config.grader.timeout_s} could not be reached; set at least that"
-        problems.append(_said("producer.environment_timeout_s", producer.environment_timeout_s, why))
+        problems.append(said("producer.environment_timeout_s", producer.environment_timeout_s, why))
     return problems
 
 
@@ -67,15 +62,15 @@ def _session_lengths(config: Config) -> list[str]:
     problems = []
     if trained > row:
         why = f"a sample of that length would not fit in config.learner.row_tokens = {row}; set at most that, or 0"
-        problems.append(_said("producer.train_token_limit", trained, why))
+        problems.append(said("producer.train_token_limit", trained, why))
     if limit and limit + new > context:
         why = f"a last turn of config.rollout.max_new_tokens = {new} would not fit in config.engine.context = {context}"
-        problems.append(_said("producer.session_token_limit", limit, f"{why}; set at most {context - new}"))
+        problems.append(said("producer.session_token_limit", limit, f"{why}; set at most {context - new}"))
     if limit > trained and not producer.sessions_beyond_training:
         key = "producer.train_token_limit" if producer.train_token_limit else "learner.row_tokens"
         why = (
             f"sessions would be longer than config.{key} = {trained} and not be trained whole; set at most that, or "
             "config.producer.sessions_beyond_training to True"
         )
-        problems.append(_said("producer.session_token_limit", limit, why))
+        problems.append(said("producer.session_token_limit", limit, why))
     return problems

@@ -22,8 +22,7 @@ class LaneEngine:
     """`rlx.rollout.engine.Replica` of `lanes`, at least one, which serve the same weights."""
 
     def __init__(self, lanes: Sequence[LocalEngine]):
-        first = lanes[0]
-        self.name, self.arch, self.config, self.stop_ids = first.name, first.arch, first.config, first.stop_ids
+        self.name, self.arch = lanes[0].name, lanes[0].arch
         self.admission = sum(lane.admission for lane in lanes)
         self._lanes = lanes
         self._asked = [0] * len(lanes)  # samples that are not there yet

@@ -2,8 +2,7 @@
 
     {name = "the button counts", do = [["open", "/"], ["click", "#plus"]], expect = [["text", "#count", "1"]]}
 
-Everything is read through Chromium's isolated world and its DevTools protocol, so that a script of the page that
-redefines `document.querySelector` or the text of a node changes nothing but itself.
+How a page is read: `rlx.envs.web.sight`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlx.envs.web.browser import ORIGIN, BrowserBroken, Chromium, forget
+from rlx.envs.web.sight import BOOLEAN, SEE
 from rlx.sandbox.base import SandboxError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # seconds: on a busy machine the page is as slow as they are, and a verdict must not depend on that.
 LOOKS = 12
 LOOK_S = 0.06
+BRIEF = 3  # looks before an element is used: what was done before may still change the page
 CHECK_S = 60.0  # a whole check, what it waits for on a busy machine included
 REDIRECTIONS = 5
 LOST = 2  # pages that hung or crashed, after which the rest of the checks fail unseen: they would, one by one
@@ -64,7 +65,8 @@ ARGUMENTS = {
     "responds": ("method", "path", "body", "status", "text"),
     "restarts": (),
 }
-ACTIONS = ("open", "reload", "back", "click", "fill", "type", "press", "select", "check", "uncheck", "resize")
+LEAVING = ("open", "reload", "back")
+ACTIONS = (*LEAVING, "click", "fill", "type", "press", "select", "check", "uncheck", "resize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,13 +203,21 @@ class Tracked:
             self.pending -= 1
 
 
-async def _until[T](look: Callable[[], Awaitable[T]], good: Callable[[T], bool], site: Tracked) -> T:
-    """What is seen when it is good, or after LOOKS at a page whose requests are answered."""
-    left = LOOKS
+async def _until[T](
+    look: Callable[[], Awaitable[T]], good: Callable[[T], bool], site: Tracked, looks: int = LOOKS
+) -> T:
+    """What is seen when it is good, or after so many looks at a page whose requests are answered."""
+    left = looks
     while not good(seen := await look()) and left:
         left -= site.pending == 0
         await asyncio.sleep(LOOK_S)
     return seen
+
+
+async def _settle(page: Page, site: Tracked, looks: int = LOOKS) -> None:
+    """Waits for what the page has begun: left or asked about sooner, it might have sent nothing yet."""
+    if page.url.startswith(ORIGIN):
+        await _until(page.locator(":root").count, lambda _: False, site, looks)
 
 
 async def _serve(site: Tracked, route: Route) -> None:
@@ -245,6 +255,7 @@ async def _followed(site: Tracked, asked: Asked) -> Answer:
 
 
 async def _act(page: Page, site: Tracked, name: str, *arguments: Any) -> None:
+    await _settle(page, site, LOOKS if name in LEAVING else BRIEF)
     match name, arguments:
         case "open", (path,):
             await page.goto(ORIGIN + path)
@@ -283,6 +294,8 @@ async def _act_on(element: Locator, name: str, *arguments: Any) -> None:
 
 async def _expect(page: Page, site: Tracked, name: str, *arguments: Any) -> str | None:
     """What is seen instead, where the expectation does not come true."""
+    if name in ("responds", "restarts"):
+        await _settle(page, site)
     if name == "responds":
         return await _responds(site, *arguments)
     if name == "restarts":
@@ -315,80 +328,3 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split())
-
-
-async def _first(page: Page, selector: str, read: Callable[[Locator], Awaitable[Any]]) -> Any:
-    """What is read of the first such element; None where there is none."""
-    found = await page.locator(selector).all()
-    return await read(found[0]) if found else None
-
-
-async def _text(page: Page, selector: str) -> str | None:
-    text = await _first(page, selector, lambda element: element.inner_text())
-    return None if text is None else _plain(text)
-
-
-async def _texts(page: Page, selector: str) -> list[str]:
-    found = await page.locator(selector).all()
-    return [_plain(await item.inner_text()) for item in found if await item.is_visible()]
-
-
-async def _hidden(page: Page, selector: str) -> bool:
-    return not await page.locator(selector).first.is_visible()
-
-
-async def _boxes(page: Page, *selectors: str) -> list[dict[str, float]]:
-    found = [await _first(page, selector, lambda element: element.bounding_box()) for selector in selectors]
-    return [dict(box) for box in found if box is not None]
-
-
-async def _beside(page: Page, one: str, other: str) -> bool:
-    """`other` begins to the right of `one`, at about its height."""
-    boxes = await _boxes(page, one, other)
-    if len(boxes) < 2:
-        return False
-    first, second = boxes
-    return second["x"] >= first["x"] + first["width"] - 1 and abs(second["y"] - first["y"]) < first["height"]
-
-
-async def _below(page: Page, one: str, other: str) -> bool:
-    """`other` begins where `one` ends, or lower."""
-    boxes = await _boxes(page, one, other)
-    return len(boxes) == 2 and boxes[1]["y"] >= boxes[0]["y"] + boxes[0]["height"] - 1
-
-
-async def _style(page: Page, selector: str, name: str) -> str:
-    """The computed style, as the browser itself says it."""
-    session = await page.context.new_cdp_session(page)
-    await session.send("DOM.enable")
-    await session.send("CSS.enable")
-    root = await session.send("DOM.getDocument", {"depth": 0})
-    node = await session.send("DOM.querySelector", {"nodeId": root["root"]["nodeId"], "selector": selector})
-    if not node["nodeId"]:
-        return ""
-    styles = await session.send("CSS.getComputedStyleForNode", {"nodeId": node["nodeId"]})
-    return next((entry["value"] for entry in styles["computedStyle"] if entry["name"] == name), "")
-
-
-BOOLEAN = ("visible", "hidden", "enabled", "disabled", "beside", "below")
-SEE: Mapping[str, Callable[..., Awaitable[Any]]] = {
-    "text": _text,
-    "texts": _texts,
-    "contains": _text,
-    "count": lambda page, selector: page.locator(selector).count(),
-    "visible": lambda page, selector: page.locator(selector).first.is_visible(),
-    "hidden": _hidden,
-    "enabled": lambda page, selector: _first(page, selector, lambda element: element.is_enabled()),
-    "disabled": lambda page, selector: _first(page, selector, lambda element: element.is_disabled()),
-    "value": lambda page, selector: _first(page, selector, lambda element: element.input_value()),
-    "checked": lambda page, selector: _first(page, selector, lambda element: element.is_checked()),
-    "attribute": lambda page, selector, name: _first(page, selector, lambda element: element.get_attribute(name)),
-    "style": _style,
-    "beside": _beside,
-    "below": _below,
-    "title": lambda page: page.title(),
-}

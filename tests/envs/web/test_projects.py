@@ -291,6 +291,48 @@ def test_a_form_that_is_answered_by_a_redirection_is_followed():
     assert failed(asyncio.run(main())) == []
 
 
+LATER = """
+<form><input><button>Keep</button></form><ul></ul><script>
+  const show = (notes) => document.querySelector("ul").innerHTML = notes.map((note) => `<li>${note}</li>`).join("");
+  fetch("/notes").then((answer) => answer.json()).then(show);
+  document.querySelector("form").onsubmit = (event) => {
+    event.preventDefault();
+    const body = document.querySelector("input").value;
+    setTimeout(() => fetch("/notes", { method: "POST", body }), 250);
+  };
+</script>"""
+KEEPS = """
+import json, os, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+notes = []
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        time.sleep(0.2)
+        notes.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.send_response(204); self.end_headers()
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Type", "text/html"); self.end_headers()
+        self.wfile.write(json.dumps(notes).encode() if self.path == "/notes" else open("index.html", "rb").read())
+HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_page_has_begun_is_waited_for_before_it_is_left_or_its_server_asked():
+    keep = (("open", "/"), ("fill", "input", "milk"), ("press", "Enter"))
+    checks = [
+        Check("reloaded", (*keep, ("reload",)), (("texts", "li", ["milk"]),)),
+        Check("asked", keep, (("responds", "GET", "/notes", "", 200, ["milk"]),)),
+    ]
+    files = {"server.py": KEEPS.encode(), "index.html": LATER.encode()}
+
+    async def main():
+        async with workshop(SMALL) as shop:
+            return await checked(shop, [(files, check) for check in checks])
+
+    assert failed(asyncio.run(main())) == []
+
+
 def test_projects_are_a_dozen_with_dependent_steps_and_distinct_tasks():
     assert len(PROJECTS) >= 12
     assert all(len(project.steps) >= 2 for project in PROJECTS.values())

@@ -2,15 +2,17 @@
 
     make bench                         # or: python -m bench.prefix_sharing [--repeats 5] [--groups 8] [--samples 8]
 
-By default 8 groups of 8 samples, 48 tokens of prompt and 16 of response each. Both sides get rows that fit what they
-lay out without padding, and the same number of tokens in a micro-batch as nearly as that goes. They take turns in one
-process; times are medians, the ratio is the median of the ratios within a turn. First it is checked that both have the
-same loss and gradient norm.
+By default 8 groups of 8 samples, 48 tokens of prompt and 16 of response each. Prompts are shared in rows whose parts
+lie side by side, and in rows where each has a place (`learner.row_samples`). All sides get rows that fit what they lay
+out, without padding but for the places', and the same number of tokens in a micro-batch as nearly as that goes. They
+take turns in one process; times are medians, the ratios are medians of those within a turn. First it is checked that
+all have the same loss and gradient norm.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from typing import NamedTuple
@@ -29,7 +31,7 @@ from rlx.learner.step import StepConfig, accumulate, apply
 from rlx.models.lora import adapter_scale
 from rlx.models.presets import dense
 from rlx.models.spec import Architecture, init_params
-from rlx.types import TopK
+from rlx.types import RowPlaces, TopK
 
 SMALL = dense(
     "qwen3",
@@ -119,19 +121,23 @@ def compare(name: str, arch: Architecture, work: Work, *, lora: bool, repeats: i
     whole = packing_of(work.prompt + own, work.response, count, head, share=False)
     targets = work.samples * work.response
     shared = packing_of(work.prompt + work.samples * own, targets, work.groups, head, share=True)
-    sides = [Side(arch, config, trajectories, packing) for packing in (whole, shared)]
+    placed = packing_of(work.prompt + work.samples * work.response, targets, work.groups, head, share=True)
+    placed = dataclasses.replace(placed, places=RowPlaces(work.prompt, work.samples))
+    sides = [Side(arch, config, trajectories, packing) for packing in (whole, shared, placed)]
     first = [side.update()[1] for side in sides]
     for scalar in ("loss", "grad_norm"):
-        np.testing.assert_allclose(first[1][scalar], first[0][scalar], rtol=1e-3, atol=1e-5)
+        for other in first[1:]:
+            np.testing.assert_allclose(other[scalar], first[0][scalar], rtol=1e-3, atol=1e-5)
     seconds = [[side.update()[0] for side in sides] for _ in range(repeats)]
-    medians = [statistics.median(turn[i] for turn in seconds) for i in (0, 1)]
-    tokens = [side.packed.num_tokens for side in sides]
-    laid_out = [side.packed.segment_ids.size for side in sides]
-    print(f"\n| {name} | tokens computed | with padding | s an update |\n|:--|--:|--:|--:|")
-    for label, i in (("every sample whole", 0), ("prompts shared", 1)):
-        print(f"| {label} | {tokens[i]} | {laid_out[i]} | {medians[i]:.3f} |")
-    ratio = statistics.median(turn[0] / turn[1] for turn in seconds)
-    print(f"{tokens[0] / tokens[1]:.2f} x fewer tokens, {ratio:.2f} x less time")
+    print(f"\n| {name} | tokens computed | with padding | s an update | fewer tokens | less time |")
+    print("|:--|--:|--:|--:|--:|--:|")
+    for i, label in enumerate(("every sample whole", "prompts shared", "the same, each sample in its place")):
+        packed, took = sides[i].packed, statistics.median(turn[i] for turn in seconds)
+        fewer = sides[0].packed.num_tokens / packed.num_tokens
+        less = statistics.median(turn[0] / turn[i] for turn in seconds)
+        print(
+            f"| {label} | {packed.num_tokens} | {packed.segment_ids.size} | {took:.3f} | {fewer:.2f} x | {less:.2f} x |"
+        )
 
 
 def main() -> None:

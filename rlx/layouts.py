@@ -31,7 +31,7 @@ from rlx.parallel.layout import Layout, check, row_parts
 from rlx.parallel.mesh import Placement
 from rlx.planning import scoring
 from rlx.planning.case import case_of
-from rlx.types import TopK
+from rlx.types import RowPlaces, TopK
 
 ROW_TOKENS = 64  # of a row of the batch, or the next multiple that context parallelism needs
 MICRO_BATCHES = 4  # of a pipeline, at least
@@ -146,7 +146,9 @@ def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype:
         step_config(config, arch, 2 * rows), dtype=dtype, head_precision=None, logprob_implementation="xla"
     )
     share = config.learner.prefix_sharing and prefix_sharing_unsupported_reason(arch) is None
-    batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share, frozen_arrays(config, arch))
+    # Other places than the recipe's: a pair of samples, each with half of what the prompt leaves.
+    places = RowPlaces(tokens // 4, 2) if share and config.learner.places else None
+    batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share, frozen_arrays(config, arch), places)
     if dtype == "float64":  # what the sampler recorded too: a sum of float32 depends on how a program is cut
         batch = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch)
     if config.lora.rank:
@@ -191,14 +193,20 @@ def _candidates(head_size: int, arch: Architecture) -> int:
 
 
 def drawn_batch(
-    arch: Architecture, rows: int, tokens: int, head_size: int, share: bool, frozen: tuple[FrozenArray, ...] = ()
+    arch: Architecture,
+    rows: int,
+    tokens: int,
+    head_size: int,
+    share: bool,
+    frozen: tuple[FrozenArray, ...] = (),
+    places: RowPlaces | None = None,
 ) -> MicroBatch:
     """Two sequences a row, which begin alike."""
     random, scored = np.random.default_rng(SEED), np.random.default_rng(SEED + 1)
     head = _candidates(head_size, arch)
     trajectories = [each for group in range(rows) for each in _pair(random, arch.vocab_size, group, tokens, head)]
     trajectories = [dataclasses.replace(t, frozen=_scores(scored, frozen, int(t.mask.sum()))) for t in trajectories]
-    packed = pack(trajectories, PackingConfig(tokens, tokens, rows, 1, head, share, frozen=frozen))
+    packed = pack(trajectories, PackingConfig(tokens, tokens, rows, 1, head, share, frozen=frozen, places=places))
     [batch] = device_batch(packed)
     return batch
 

@@ -83,7 +83,7 @@ def prepare(config: Config, model: assemble.Model, examples: Examples) -> Job:
     """The learner's update with the likelihood as its objective and an optimizer of its own."""
     sft = config.sft
     learner = dataclasses.replace(
-        config.learner,
+        config.learner.with_parts_anywhere(),
         learning_rate=sft.learning_rate,
         updates=sft.steps,
         schedule="constant",

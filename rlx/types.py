@@ -50,6 +50,18 @@ class Count(NamedTuple):
         return Count(*(a - b for a, b in zip(self, other)))
 
 
+class RowPlaces(NamedTuple):
+    """Where the parts of a packed row lie, where that is fixed: in its first `prefix` tokens what its samples begin
+    with, in each of the `samples` equal parts of the rest one sample's own tokens."""
+
+    prefix: int
+    samples: int
+
+    def own_tokens(self, row_tokens: int) -> int:
+        """Room of one sample."""
+        return (row_tokens - self.prefix) // self.samples
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One problem. `id` is stable across runs: "<source>/<index>"."""

@@ -49,6 +49,8 @@ ATTENTION = [
     ("dense", "CP4", 0, (RING, BLOCKS)),
     ("mla", "TP2 DP2 CP2 EP4", 4, (BLOCKS,)),
 ]
+PLACED = tuple(f"learner.{key}" for key in ("row_samples=2", "row_prefix=152", "row_tokens=168"))
+PLACED_OFTEN = [("dense", "PP2 DP2 TP2", 4, PLACED), ("mla", "TP2 DP4 EP4", 0, PLACED)]
 ATTENTION_ALL = [
     (kind, layout, rank, keys)
     for kind in KINDS
@@ -58,6 +60,10 @@ ATTENTION_ALL = [
         ("CP4 TP2", 0, (RING, BLOCKS)),
         ("PP2 CP4", 4, (RING, BLOCKS)),
     ]
+] + [
+    (kind, layout, rank, PLACED)
+    for kind in ("dense", "moe", "mla", "k3")
+    for layout, rank in [("PP2 DP2 TP2 EP2", 0), ("TP8", 4)]
 ]
 
 WHOLE = ("cluster.sequence_parallel=False",)
@@ -105,6 +111,12 @@ def test_a_layout_computes_what_one_device_does(kind, layout, rank):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind, layout, rank, keys", PLACED_OFTEN)
+def test_rows_whose_parts_have_places_compute_what_one_device_does(kind, layout, rank, keys):
+    assert_same(*compared(kind, layout, rank, keys=keys))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, layout, rank, keys", ATTENTION)
 def test_a_ring_and_blocks_of_scores_compute_what_one_device_does(kind, layout, rank, keys):
     assert_same(*compared(kind, layout, rank, keys=keys))
@@ -112,7 +124,7 @@ def test_a_ring_and_blocks_of_scores_compute_what_one_device_does(kind, layout, 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind, layout, rank, keys", ATTENTION_ALL)
-def test_every_ring_computes_what_one_device_does(kind, layout, rank, keys):
+def test_every_kind_of_attention_computes_what_one_device_does(kind, layout, rank, keys):
     assert_same(*compared(kind, layout, rank, keys=keys))
 
 

@@ -203,6 +203,22 @@ def test_a_run_that_is_extended_says_which_settings_are_new(finished, tmp_path, 
     assert "learner.learning_rate: 0.01 -> 0.003" in said
 
 
+def test_places_in_rows_change_nothing_but_the_rows(recipe):
+    """The first update of the same samples."""
+    places = {"learner__row_samples": 2, "learner__row_prefix": 152, "learner__row_tokens": 168}
+    changes = {"learner__updates": 1, "learner__row_targets": 0, "run__name": "anywhere"}
+    found = []
+    for more in ({}, {**places, "run__name": "placed"}):
+        config = tiny_run.config(recipe, **(changes | more))
+        train(config)
+        records = tiny_run.records(recipe.parent / "runs" / config.run.name / "metrics.jsonl")
+        found.append(next(r for r in records if "policy/loss" in r))
+    anywhere, placed = found
+    for name in ("policy/loss", "optimizer/grad_norm", "policy/entropy"):
+        assert placed[name] == pytest.approx(anywhere[name], rel=1e-4, abs=1e-6)
+    assert placed["batch/packing_fraction"] != anywhere["batch/packing_fraction"]
+
+
 def test_it_runs_in_a_notebook(recipe):
     """Where the main thread has an event loop of its own, which is running."""
 

@@ -20,6 +20,7 @@ from rlx.config.engine_checks import engine_problems
 from rlx.config.errors import ConfigError, nearest, said
 from rlx.config.frozen_checks import objective_problems
 from rlx.config.inference_checks import inference_problems
+from rlx.config.length_checks import length_problems
 from rlx.config.planning import LEAST_EFFICIENCY
 from rlx.config.producer_checks import producer_problems
 from rlx.config.sandbox_checks import sandbox_problems
@@ -73,6 +74,8 @@ NOT_NEGATIVE = (
     "plan.sequence_tokens",
     "rollout.head_size",
     "learner.row_targets",
+    "learner.row_prefix",
+    "learner.row_samples",
     "learner.warmup_updates",
     "learner.weight_decay",
     "learner.max_grad_norm",
@@ -111,7 +114,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
         _producer,
         engine_problems,
         _inference,
-        _lengths,
+        length_problems,
         _learner,
         objective_problems,
         _sft,
@@ -279,28 +282,6 @@ def _producer(config: Config) -> list[str]:
 
 def _inference(config: Config) -> list[str]:
     return inference_problems(config)
-
-
-def _lengths(config: Config) -> list[str]:
-    context, new, row = config.engine.context, config.rollout.max_new_tokens, config.learner.row_tokens
-    problems = []
-    if new >= context:
-        why = f"leaves no room for a prompt in config.engine.context = {context}; raise that or lower this"
-        problems.append(said("rollout.max_new_tokens", new, why))
-    if row < context:
-        why = f"a sample of config.engine.context = {context} tokens would not fit in a row; set at least {context}"
-        problems.append(said("learner.row_tokens", row, why))
-    targets = config.learner.row_targets
-    if config.plan.sequence_tokens > row:
-        why = f"no sequence is longer than config.learner.row_tokens = {row}; set at most that, or 0 for it"
-        problems.append(said("plan.sequence_tokens", config.plan.sequence_tokens, why))
-    if targets > row:
-        why = f"must be at most config.learner.row_tokens = {row}; 0 stands for that"
-        problems.append(said("learner.row_targets", targets, why))
-    if 0 < targets < new:
-        why = f"a response of config.rollout.max_new_tokens = {new} would not fit in a row; set at least {new}, or 0"
-        problems.append(said("learner.row_targets", targets, why))
-    return problems
 
 
 def _learner(config: Config) -> list[str]:

@@ -19,6 +19,7 @@ from rlx.config.objective import ObjectiveConfig
 from rlx.config.planning import PlanConfig
 from rlx.config.sandbox import SandboxConfig
 from rlx.config.simulation import SimulateConfig
+from rlx.types import RowPlaces
 
 # The linear layers of all families of models by their names in a checkpoint, those of a dense block first.
 LINEAR_LAYERS = (
@@ -166,9 +167,20 @@ class LearnerConfig:
     row_targets: int
     micro_batch_rows: int
     prefix_sharing: bool
+    row_samples: int  # 0 = parts lie anywhere in a row
+    row_prefix: int  # tokens, before the places of the samples
     nonfinite_limit: int
     logprob_implementation: Literal["auto", "reference", "xla", "mosaic"]
     head_precision: Literal["auto", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"]  # of the head's products
+
+    @property
+    def places(self) -> RowPlaces | None:
+        """Of the parts of a row, None = anywhere."""
+        return RowPlaces(self.row_prefix, self.row_samples) if self.row_samples else None
+
+    def with_parts_anywhere(self) -> LearnerConfig:
+        """For rows of other sequences than a group's samples."""
+        return dataclasses.replace(self, row_samples=0, row_prefix=0)
 
 
 @dataclasses.dataclass(frozen=True)

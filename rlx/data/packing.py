@@ -4,6 +4,8 @@ A row holds segments side by side, up to `row_tokens` tokens and `row_targets` t
 sequence is one segment, or two where others of its group begin alike: the beginning that they share, laid out once, and
 its own. What comes behind the last token that predicts a target is left out. Micro-batches have one shape whatever a
 batch holds, so nothing recompiles; a batch has as many of them as it needs.
+
+With `places` a row holds samples of one group, and each part begins where it is told to.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rlx.data.balance import balanced
-from rlx.data.rows import Family, Member, plan_rows
-from rlx.types import TopK
+from rlx.data.rows import Family, Member, plan_placed_rows, plan_rows
+from rlx.types import RowPlaces, TopK
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +58,7 @@ class PackingConfig:
     routes: tuple[int, int] | None = None  # layers of experts and k, where routes are replayed
     balance_experts: bool = False  # order rows by their routes so that micro-batches spread over experts
     frozen: tuple[FrozenArray, ...] = ()  # that every trajectory has
+    places: RowPlaces | None = None  # None = parts side by side, of as many groups as a row has room for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,6 +86,7 @@ class PackedBatch:
     num_sequences: int  # with a target
     unshared_tokens: int  # that would be computed if each sequence were laid out whole
     frozen: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # [M, R, N] or [M, R, N, K] each
+    places: RowPlaces | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -114,11 +118,13 @@ def computed_tokens(trajectory: Trajectory) -> int:
     return int(np.flatnonzero(trajectory.mask)[-1]) if trajectory.mask.any() else 0
 
 
-def families(trajectories: Sequence[Trajectory], share_prefixes: bool) -> list[Family]:
+def families(trajectories: Sequence[Trajectory], share_prefixes: bool, most: int = 0) -> list[Family]:
     """What the planner of rows takes: the groups, each with the tokens that its sequences share; other sequences alone.
 
     Shared are the leading tokens that all sequences of a group have in common and none trains on. A sequence without
     a target is left out: nothing would come of it.
+
+    most: where not 0, no more tokens are shared, and a sequence alone is cut in two as others are.
     """
     together: dict[tuple[int | None, int], list[int]] = {}
     for i, trajectory in enumerate(trajectories):
@@ -127,9 +133,10 @@ def families(trajectories: Sequence[Trajectory], share_prefixes: bool) -> list[F
             together.setdefault((trajectory.group, 0) if grouped else (None, i), []).append(i)
     found = []
     for indices in together.values():
-        prefix = _common_prefix([trajectories[i] for i in indices]) if len(indices) > 1 else 0
+        prefix = _common_prefix([trajectories[i] for i in indices]) if len(indices) > 1 or most else 0
+        prefix = min(prefix, most or prefix)
         sizes = [(i, computed_tokens(trajectories[i]) - prefix, int(trajectories[i].mask.sum())) for i in indices]
-        if prefix:
+        if prefix or most:
             found.append(Family(prefix, tuple(Member(*size) for size in sizes)))
         else:
             found += [Family(0, (Member(*size),)) for size in sizes]
@@ -138,14 +145,22 @@ def families(trajectories: Sequence[Trajectory], share_prefixes: bool) -> list[F
 
 def rows_needed(trajectories: Sequence[Trajectory], config: PackingConfig) -> int:
     """How many rows `pack` makes of them. Raises ValueError where one does not fit a row."""
-    return len(plan_rows(families(trajectories, config.share_prefixes), config.row_tokens, config.row_targets))
+    return len(_planned(trajectories, config))
+
+
+def _planned(trajectories: Sequence[Trajectory], config: PackingConfig) -> list[list[Family]]:
+    room = config.row_tokens, config.row_targets
+    if config.places is None:
+        return plan_rows(families(trajectories, config.share_prefixes), *room)
+    found = families(trajectories, config.share_prefixes, config.places.prefix)
+    return plan_placed_rows(found, *room, config.places)
 
 
 def pack(trajectories: Sequence[Trajectory], config: PackingConfig) -> PackedBatch:
     """Lay trajectories out in rows. Raises ValueError where one does not fit, or all together exceed the capacity."""
     for i, trajectory in enumerate(trajectories):
         _check(i, trajectory, config)
-    rows = plan_rows(families(trajectories, config.share_prefixes), config.row_tokens, config.row_targets)
+    rows = _planned(trajectories, config)
     if len(rows) > config.capacity * config.rows:
         raise ValueError(
             f"{len(trajectories)} trajectories need {len(rows)} rows; the batch has at most "
@@ -225,19 +240,22 @@ def _empty(config: PackingConfig, count: int, num_sequences: int, unshared_token
         frozen={
             f.name: np.zeros((*targets, f.candidates) if f.candidates else targets, f.dtype) for f in config.frozen
         },
+        places=config.places,
     )
 
 
 def _fill(batch: PackedBatch, at: tuple[int, int], row: Sequence[Family], trajectories: Sequence[Trajectory]) -> None:
     """Write the families of one row, each the beginning it shares and then what its members have of their own."""
     segment = start = written = 0
+    places, room = batch.places, batch.places.own_tokens(batch.tokens.shape[2]) if batch.places else 0
     for family in row:
         shared, prefix_segment = start, 0
         if family.prefix:
             segment = prefix_segment = segment + 1
             first = trajectories[family.members[0].number]
             start = _put_tokens(batch, at, start, first, slice(family.prefix), segment, 0)
-        for member in family.members:
+        for number, member in enumerate(family.members):
+            start = places.prefix + number * room if places else start
             trajectory, segment = trajectories[member.number], segment + 1
             own = slice(family.prefix, family.prefix + member.tokens)
             targets = slice(written, written + member.targets)

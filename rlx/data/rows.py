@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rlx.types import RowPlaces
+
 
 class Member(NamedTuple):
     """One sequence of a family."""
@@ -85,6 +87,27 @@ def plan_rows(families: Sequence[Family], row_tokens: int, row_targets: int) -> 
     return [list(row.parts.values()) for row in rows]
 
 
+def plan_placed_rows(
+    families: Sequence[Family], row_tokens: int, row_targets: int, places: RowPlaces
+) -> list[list[Family]]:
+    """The same where the parts of a row lie at fixed places: one family a row, or some of its members.
+
+    Raises ValueError for a sequence that no row can hold.
+    """
+    room, rows = places.own_tokens(row_tokens), []
+    for family in families:
+        part = Family(family.prefix, ())
+        for member in family.members:
+            if family.prefix > places.prefix or member.tokens > room or member.targets > row_targets:
+                raise ValueError(_too_large_for_its_place(family.prefix, member, places.prefix, room, row_targets))
+            if len(part.members) == places.samples or part.targets + member.targets > row_targets:
+                rows.append([part])
+                part = Family(family.prefix, ())
+            part = Family(family.prefix, (*part.members, member))
+        rows.append([part])
+    return rows
+
+
 def _fewest(families: Sequence[Family], row_tokens: int, row_targets: int) -> int:
     """Rows that cannot be done without, however well they are filled."""
     tokens, targets = sum(f.tokens for f in families), sum(f.targets for f in families)
@@ -120,4 +143,13 @@ def _too_large(family: Family, row_tokens: int, row_targets: int) -> str:
         f"trajectory {member.number}: {family.prefix + member.tokens} tokens are computed for its {member.targets} "
         f"targets; a row holds {row_tokens} and {row_targets}. Raise learner.row_tokens or learner.row_targets, or "
         "shorten the samples."
+    )
+
+
+def _too_large_for_its_place(prefix: int, member: Member, room: int, own: int, row_targets: int) -> str:
+    return (
+        f"trajectory {member.number}: {prefix} tokens that it may share, {member.tokens} of its own and "
+        f"{member.targets} targets; a row holds {room} (learner.row_prefix), {own} for each of its samples "
+        f"(learner.row_tokens, learner.row_samples) and {row_targets} (learner.row_targets). Raise these, or set "
+        "learner.row_samples to 0."
     )

@@ -95,7 +95,9 @@ class Policies:
             scale, trainable = adapter_scale(lora), self._placed(adapter, adapter_specs(arch, lora), arch)
         shared = self._share(part, arch)
         together = self.packing.share_prefixes and not prefix_sharing_unsupported_reason(arch)
-        packing = dataclasses.replace(self.packing, share_prefixes=together)
+        packing = dataclasses.replace(
+            self.packing, share_prefixes=together, places=self.packing.places if together else None
+        )
         return Policy(
             part.hash, scoring_config(self.step, arch, scale), trainable, frozen, shared, _ids_hash(shared), packing
         )

@@ -26,10 +26,18 @@ from rlx.parallel.mesh import Partitions, Placement, make_mesh
 from rlx.parallel.rules import partition
 
 
-def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0, cluster: ClusterConfig | None = None) -> Divisible:
+def sizes_of(
+    arch: Architecture,
+    row_tokens: int = 0,
+    rows: int = 0,
+    cluster: ClusterConfig | None = None,
+    *,
+    placed_rows: bool = False,
+) -> Divisible:
     """What a layout must divide. Sizes that differ between layers are their greatest common divisor.
 
     row_tokens, rows: of a micro-batch, 0 = not known. cluster: what else a layout must allow, None = nothing.
+    placed_rows: do the parts of rows lie at fixed places?
     """
     mixers, feeds = [layer.mixer for layer in arch.layers], [layer.mlp for layer in arch.layers]
     attending = [m for m in mixers if isinstance(m, Attention | LatentAttention)]
@@ -50,6 +58,7 @@ def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0, cluster: Cl
         rows=rows,
         rounds=1 if cluster is None else cluster.pipeline_rounds,
         ring=cluster is not None and cluster.context_parallel == "ring",
+        placed_rows=placed_rows,
         sequence_parallel=cluster is not None and cluster.sequence_parallel,
     )
 

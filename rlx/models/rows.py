@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from rlx.models import rope
+from rlx.models import family_attention, rope
 from rlx.models.blockwise import block_size
 from rlx.models.description import Architecture
 from rlx.models.layers import Ids, visible
 from rlx.parallel.mesh import Placement
+from rlx.types import RowPlaces
 
 
 @struct.dataclass
@@ -23,9 +25,11 @@ class Rows:
     segment_ids: Array  # int32 [rows, t], 0 = padding
     prefix_ids: Array  # int32 [rows, t], 0 = none
     tables: tuple[rope.Tables, ...]  # of `Architecture.ropes`
-    masks: tuple[Array, ...]  # bool [rows, t, t], of `windows`; none where attention goes by blocks
+    # Of `windows`, bool [rows, t, t], or as `family_attention.mask` makes them; none where attention goes by blocks.
+    masks: tuple[Array, ...]
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)  # of attention layers
     block: int = struct.field(pytree_node=False, default=0)  # tokens: `rlx.models.blockwise.block_size`
+    places: RowPlaces | None = struct.field(pytree_node=False, default=None)  # None = anywhere
     placement: Placement | None = struct.field(pytree_node=False, default=None)  # devices that share them, None = one
 
 
@@ -43,15 +47,23 @@ def packed_rows(
     prefix_ids: Int[Array, "rows t"] | None = None,
     placement: Placement | None = None,
     attention_block: int = 0,
+    places: RowPlaces | None = None,
 ) -> Rows:
-    """attention_block: the most tokens whose attention scores exist at once, 0 = all of a row's."""
+    """attention_block: the most tokens whose attention scores exist at once, 0 = all of a row's.
+    places: of the parts of a row, whose scores exist whole; None = anywhere.
+
+    Raises ValueError for rows that cannot be cut so, and where devices share such a row.
+    """
     ids = Ids(positions, segment_ids, jnp.zeros_like(segment_ids) if prefix_ids is None else prefix_ids)
     if placement is not None:
         ids = Ids(*(placement.rows(x) for x in ids))
     ring = placement is not None and placement.ring
     ranks = 1 if placement is None else placement.layout.cp
-    block = block_size(attention_block, positions.shape[1], ranks, always=ring)
-    masks = () if block else tuple(visible(ids, ids, window) for window in arch.windows)
+    if places is not None and ranks > 1:
+        raise ValueError(f"CP{ranks} cuts rows, whose parts lie at fixed places: set learner.row_samples to 0")
+    block = 0 if places else block_size(attention_block, positions.shape[1], ranks, always=ring)
+    seen = (lambda window: family_attention.mask(places, ids, window)) if places else partial(visible, ids, ids)
+    masks = () if block else tuple(seen(window) for window in arch.windows)
     if placement is not None:
         masks = tuple(placement.rows(mask) for mask in masks)
     tables = tuple(rope.tables(r, ids.positions) for r in arch.ropes)
@@ -63,6 +75,7 @@ def packed_rows(
         masks=masks,
         windows=arch.windows,
         block=block,
+        places=places,
         placement=placement,
     )
 

@@ -70,7 +70,8 @@ class Case:
     @property
     def sizes(self) -> Divisible:
         """What its layout must divide."""
-        return sizes_of(self.arch, self.tokens, self.rows, self.config.cluster)
+        placed = self.config.learner.places is not None
+        return sizes_of(self.arch, self.tokens, self.rows, self.config.cluster, placed_rows=placed)
 
     @property
     def ring(self) -> bool:
@@ -79,6 +80,8 @@ class Case:
 
     def attention_block(self, accelerator: bool) -> int:
         """Tokens of a block of scores, 0 = those of a device are held whole."""
+        if self.config.learner.places is not None:
+            return 0
         asked = self.config.model.attention_block or default_block(self.tokens, accelerator=accelerator)
         return block_size(asked, self.tokens, self.layout.cp, always=self.ring)
 

@@ -154,6 +154,9 @@ def _scores(case: Case, layer: Layer, accelerator: bool) -> float:
     if not isinstance(layer.mixer, Attention | LatentAttention):
         return 0.0
     at_once = case.attention_block(accelerator) ** 2 or case.tokens_here * case.tokens
+    if places := case.config.learner.places:
+        own = places.own_tokens(case.tokens)
+        at_once = (-(-places.prefix // own) + places.samples) * own * (places.prefix + own)
     return case.rows_here * layer.mixer.heads / case.layout.tp * at_once * WIDE
 
 

@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
          "must change", "limits follow from memory and from how much the model writes; a stop below the training limit "
          "keeps long sessions in the loss"),
     Rule(("learner.row_tokens", "learner.row_targets", "learner.micro_batch_rows", "learner.prefix_sharing",
-          "learner.logprob_implementation", "learner.head_precision"),
+          "learner.row_samples", "learner.row_prefix", "learner.logprob_implementation", "learner.head_precision"),
          "must change", "how the same update fits into memory"),
     Rule(("tasks.train", "tasks.split", "tasks.held_out"), "must change", "edge tasks are those that this model "
          "sometimes passes; another model has others"),

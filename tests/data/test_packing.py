@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.data.packing import PackingConfig, Trajectory, computed_tokens, pack, rows_needed
-from rlx.types import TopK
+from rlx.types import RowPlaces, TopK
 
 CONFIG = PackingConfig(row_tokens=24, row_targets=10, rows=2, capacity=8, head_size=3)
 
@@ -94,7 +94,10 @@ def unpacked(batch, count):
 @settings(max_examples=60)
 @given(groups(), st.booleans())
 def test_every_target_lands_once_behind_all_that_predicts_it(given_, share):
-    batch = pack(given_, dataclasses.replace(ROOMY, share_prefixes=share))
+    assert_every_target_lands_once(pack(given_, dataclasses.replace(ROOMY, share_prefixes=share)), given_)
+
+
+def assert_every_target_lands_once(batch, given_):
     assert batch.mask.sum() == batch.num_targets == sum(t.mask.sum() for t in given_)
     assert batch.num_sequences == sum(t.mask.any() for t in given_)
     np.testing.assert_array_equal(batch.mask, batch.sequences > 0)
@@ -108,6 +111,21 @@ def test_every_target_lands_once_behind_all_that_predicts_it(given_, share):
         np.testing.assert_array_equal(found["lengths"], np.full(len(chosen), len(chosen)))
         np.testing.assert_array_equal(found["head_ids"], t.head.ids)
         np.testing.assert_array_equal(found["head_logprobs"], t.head.logprobs)
+
+
+@settings(max_examples=60)
+@given(groups(), st.sampled_from([RowPlaces(4, 3), RowPlaces(14, 2), RowPlaces(30, 1)]))
+def test_with_places_too_and_each_part_begins_in_its_own(given_, places):
+    own = 24
+    config = dataclasses.replace(ROOMY, row_tokens=places.prefix + places.samples * own, places=places)
+    batch = pack(given_, config)
+    assert_every_target_lands_once(batch, given_)
+    assert rows_needed(given_, config) <= batch.segment_ids[..., 0].size
+    for row in np.ndindex(batch.segment_ids.shape[:2]):
+        parts = np.split(batch.segment_ids[row], range(places.prefix, config.row_tokens, own))
+        assert set(parts[0]) <= {0, 1}
+        assert all(len(set(part) - {0}) <= 1 for part in parts)
+        assert all((part[: (part > 0).sum()] > 0).all() for part in parts)
 
 
 @given(groups(), st.booleans())

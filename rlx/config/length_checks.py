@@ -1,0 +1,58 @@
+"""What must fit: a response in the engine's context, a sample in a row, its parts in their places."""
+
+from __future__ import annotations
+
+from rlx.config.chat_checks import several_turns
+from rlx.config.errors import said
+from rlx.config.schema import Config
+
+
+def length_problems(config: Config) -> list[str]:
+    """A line for each problem, with its key, its value and the way out."""
+    context, new, row = config.engine.context, config.rollout.max_new_tokens, config.learner.row_tokens
+    problems = []
+    if new >= context:
+        why = f"leaves no room for a prompt in config.engine.context = {context}; raise that or lower this"
+        problems.append(said("rollout.max_new_tokens", new, why))
+    if row < context:
+        why = f"a sample of config.engine.context = {context} tokens would not fit in a row; set at least {context}"
+        problems.append(said("learner.row_tokens", row, why))
+    targets = config.learner.row_targets
+    if config.plan.sequence_tokens > row:
+        why = f"no sequence is longer than config.learner.row_tokens = {row}; set at most that, or 0 for it"
+        problems.append(said("plan.sequence_tokens", config.plan.sequence_tokens, why))
+    if targets > row:
+        why = f"must be at most config.learner.row_tokens = {row}; 0 stands for that"
+        problems.append(said("learner.row_targets", targets, why))
+    if 0 < targets < new:
+        why = f"a response of config.rollout.max_new_tokens = {new} would not fit in a row; set at least {new}, or 0"
+        problems.append(said("learner.row_targets", targets, why))
+    return problems + _places(config)
+
+
+def _places(config: Config) -> list[str]:
+    """Rows whose parts have places must hold any sample."""
+    learner, samples, prefix = config.learner, config.learner.row_samples, config.learner.row_prefix
+    if not samples:
+        why = "nothing has a place in a row while config.learner.row_samples = 0; set it to 0"
+        return [said("learner.row_prefix", prefix, why)] if prefix else []
+    problems = []
+    if not learner.prefix_sharing:
+        why = "samples lie behind a prompt that they share; set config.learner.prefix_sharing to True, or this to 0"
+        problems.append(said("learner.row_samples", samples, why))
+    if config.model.attention_block:
+        why = "with config.learner.row_samples the scores of a sample exist whole; set it to 0"
+        problems.append(said("model.attention_block", config.model.attention_block, why))
+    if names := several_turns(config):
+        why = f"a session of config.tasks.sources.{names[0]} may be longer than its place; set it to 0"
+        problems.append(said("learner.row_samples", samples, why))
+    # What is not the prompt's, or did not fit there.
+    own = max(config.rollout.max_new_tokens, config.engine.context - prefix)
+    if not prefix or (learner.row_tokens - prefix) % samples or learner.row_tokens - prefix < samples * own:
+        why = (
+            f"a row holds a prompt, above 0 tokens (config.learner.row_prefix = {prefix}), and {samples} samples "
+            f"(config.learner.row_samples) of one length with room for {own} tokens each; set {{}}"
+        )
+        ways = f"{prefix} + {samples} x {own} = {prefix + samples * own}" if prefix else "config.learner.row_prefix"
+        problems.append(said("learner.row_tokens", learner.row_tokens, why.format(ways)))
+    return problems

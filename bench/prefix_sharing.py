@@ -3,10 +3,10 @@
     make bench                         # or: python -m bench.prefix_sharing [--repeats 5] [--groups 8] [--samples 8]
 
 By default 8 groups of 8 samples, 48 tokens of prompt and 16 of response each. Prompts are shared in rows whose parts
-lie side by side, and in rows where each has a place (`learner.row_samples`). All sides get rows that fit what they lay
-out, without padding but for the places', and the same number of tokens in a micro-batch as nearly as that goes. They
-take turns in one process; times are medians, the ratios are medians of those within a turn. First it is checked that
-all have the same loss and gradient norm.
+lie side by side and, where prompts are no longer than responses, in rows of one shape (`learner.row_samples`). All
+sides get rows that fit what they lay out, without padding but for the shape's, and the same number of tokens in a
+micro-batch as nearly as that goes. They take turns in one process; times are medians, the ratios are medians of those
+within a turn. First it is checked that all have the same loss and gradient norm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlx.learner.step import StepConfig, accumulate, apply
 from rlx.models.lora import adapter_scale
 from rlx.models.presets import dense
 from rlx.models.spec import Architecture, init_params
-from rlx.types import RowPlaces, TopK
+from rlx.types import RowShape, TopK
 
 SMALL = dense(
     "qwen3",
@@ -121,9 +121,11 @@ def compare(name: str, arch: Architecture, work: Work, *, lora: bool, repeats: i
     whole = packing_of(work.prompt + own, work.response, count, head, share=False)
     targets = work.samples * work.response
     shared = packing_of(work.prompt + work.samples * own, targets, work.groups, head, share=True)
-    placed = packing_of(work.prompt + work.samples * work.response, targets, work.groups, head, share=True)
-    placed = dataclasses.replace(placed, places=RowPlaces(work.prompt, work.samples))
-    sides = [Side(arch, config, trajectories, packing) for packing in (whole, shared, placed)]
+    ways = {"every sample whole": whole, "prompts shared": shared}
+    if work.prompt <= work.response:
+        shaped = packing_of(work.prompt + work.samples * work.response, targets, work.groups, head, share=True)
+        ways["the same, rows of one shape"] = dataclasses.replace(shaped, row_shape=RowShape(work.prompt, work.samples))
+    sides = [Side(arch, config, trajectories, packing) for packing in ways.values()]
     first = [side.update()[1] for side in sides]
     for scalar in ("loss", "grad_norm"):
         for other in first[1:]:
@@ -131,7 +133,7 @@ def compare(name: str, arch: Architecture, work: Work, *, lora: bool, repeats: i
     seconds = [[side.update()[0] for side in sides] for _ in range(repeats)]
     print(f"\n| {name} | tokens computed | with padding | s an update | fewer tokens | less time |")
     print("|:--|--:|--:|--:|--:|--:|")
-    for i, label in enumerate(("every sample whole", "prompts shared", "the same, each sample in its place")):
+    for i, label in enumerate(ways):
         packed, took = sides[i].packed, statistics.median(turn[i] for turn in seconds)
         fewer = sides[0].packed.num_tokens / packed.num_tokens
         less = statistics.median(turn[0] / turn[i] for turn in seconds)

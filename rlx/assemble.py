@@ -37,7 +37,7 @@ from rlx.parallel.mesh import Placement
 from rlx.rollout.collect import Sampling
 from rlx.rollout.lanes import LaneEngine, lane_config
 from rlx.rollout.local import FirstDispatch, LocalEngine, served
-from rlx.types import RowPlaces, Task
+from rlx.types import RowShape, Task
 
 # Under model.scan_layers = "auto" the most layers that the update's program holds one after the other.
 UNROLLED_LAYERS = 8
@@ -133,9 +133,7 @@ def trainer_placement(config: Config, arch: Architecture) -> Placement | None:
     text, learner = config.cluster.trainer_layout, config.learner
     try:
         layout = parse_layout(text) if text else Layout()
-        placed = learner.places is not None
-        rows = learner.row_tokens, learner.micro_batch_rows
-        check(layout, sizes_of(arch, *rows, config.cluster, placed_rows=placed))
+        check(layout, sizes_of(arch, learner.row_tokens, learner.micro_batch_rows, config))
         if layout.devices == 1 and jax.process_count() == 1:
             return None
         placement = placement_of(config.cluster, layout, learner.micro_batch_rows)
@@ -358,7 +356,7 @@ def packing_config(
         share_prefixes=learner.prefix_sharing,
         routes=routes,
         balance_experts=config.model.balance_packing and routes is not None,
-        places=learner.places,
+        row_shape=learner.row_shape,
     )
 
 
@@ -370,17 +368,17 @@ class BatchRows:
     counts: Mapping[str, np.int32]  # of all of the batch
     first: int
     rows: int
-    places: RowPlaces | None
+    row_shape: RowShape | None
 
 
 def batch_rows(packed: PackedBatch, first: int, last: int) -> BatchRows:
     """Rows first to last - 1 of each micro-batch."""
     whole = ("num_targets", "num_sequences")
     # Each array of the batch has its twin of the same name, so a forgotten one fails here.
-    names = [f.name for f in dataclasses.fields(MicroBatch) if f.name not in (*whole, "places")]
+    names = [f.name for f in dataclasses.fields(MicroBatch) if f.name not in (*whole, "row_shape")]
     arrays = {name: jax.tree.map(lambda x: x[:, first:last], getattr(packed, name)) for name in names}
     counts = {name: np.int32(getattr(packed, name)) for name in whole}
-    return BatchRows(arrays, counts, first, packed.tokens.shape[1], packed.places)
+    return BatchRows(arrays, counts, first, packed.tokens.shape[1], packed.row_shape)
 
 
 def device_batch(packed: PackedBatch | BatchRows, placement: Placement | None = None) -> Batch:
@@ -390,7 +388,7 @@ def device_batch(packed: PackedBatch | BatchRows, placement: Placement | None = 
     if placement is not None:
         put = partial(placement.spread, first=given.first, rows=given.rows)
     counts: dict[str, Any] = {name: put(count) for name, count in given.counts.items()}
-    micro_batch = partial(MicroBatch, **counts, places=given.places)
+    micro_batch = partial(MicroBatch, **counts, row_shape=given.row_shape)
     return [
         micro_batch(**{name: jax.tree.map(lambda x, i=i: put(x[i]), x) for name, x in given.arrays.items()})
         for i in range(len(given.arrays["tokens"]))

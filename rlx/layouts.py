@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from rlx.assemble import device_batch, step_config
+from rlx.config.errors import ConfigError, said
 from rlx.config.schema import Config
 from rlx.data.packing import FrozenArray, PackingConfig, Trajectory, pack
 from rlx.learner.state import LearnerState, make_optimizer
@@ -31,7 +32,7 @@ from rlx.parallel.layout import Layout, check, row_parts
 from rlx.parallel.mesh import Placement
 from rlx.planning import scoring
 from rlx.planning.case import case_of
-from rlx.types import RowPlaces, TopK
+from rlx.types import RowShape, TopK
 
 ROW_TOKENS = 64  # of a row of the batch, or the next multiple that context parallelism needs
 MICRO_BATCHES = 4  # of a pipeline, at least
@@ -93,7 +94,7 @@ def compare(config: Config, arch: Architecture, layout: Layout, dtype: str) -> t
     """
     cluster = config.cluster
     rows, tokens = batch_shape(layout, cluster.pipeline_rounds, cluster.sequence_parallel)
-    check(layout, sizes_of(arch, tokens, rows, cluster))
+    check(layout, sizes_of(arch, tokens, rows, config))
     case = make_case(config, arch, rows, tokens, dtype)
     single = run(case, None)
     spread = difference(layout, single, run(case, placement_of(cluster, layout, rows)))
@@ -146,9 +147,13 @@ def make_case(config: Config, arch: Architecture, rows: int, tokens: int, dtype:
         step_config(config, arch, 2 * rows), dtype=dtype, head_precision=None, logprob_implementation="xla"
     )
     share = config.learner.prefix_sharing and prefix_sharing_unsupported_reason(arch) is None
-    # Other places than the recipe's: a pair of samples, each with half of what the prompt leaves.
-    places = RowPlaces(tokens // 4, 2) if share and config.learner.places else None
-    batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share, frozen_arrays(config, arch), places)
+    shape = None
+    if config.learner.row_shape is not None:
+        if not share:
+            why = "a model or a recipe that does not share prompts has no such rows; set it to 0"
+            raise ConfigError(said("learner.row_samples", config.learner.row_samples, why))
+        shape = RowShape(tokens // 4 + (tokens - tokens // 4) % 2, 2)  # for the pair that a row holds
+    batch = drawn_batch(arch, rows, tokens, config.rollout.head_size, share, frozen_arrays(config, arch), shape)
     if dtype == "float64":  # what the sampler recorded too: a sum of float32 depends on how a program is cut
         batch = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch)
     if config.lora.rank:
@@ -199,14 +204,14 @@ def drawn_batch(
     head_size: int,
     share: bool,
     frozen: tuple[FrozenArray, ...] = (),
-    places: RowPlaces | None = None,
+    shape: RowShape | None = None,
 ) -> MicroBatch:
     """Two sequences a row, which begin alike."""
     random, scored = np.random.default_rng(SEED), np.random.default_rng(SEED + 1)
     head = _candidates(head_size, arch)
     trajectories = [each for group in range(rows) for each in _pair(random, arch.vocab_size, group, tokens, head)]
     trajectories = [dataclasses.replace(t, frozen=_scores(scored, frozen, int(t.mask.sum()))) for t in trajectories]
-    packed = pack(trajectories, PackingConfig(tokens, tokens, rows, 1, head, share, frozen=frozen, places=places))
+    packed = pack(trajectories, PackingConfig(tokens, tokens, rows, 1, head, share, frozen=frozen, row_shape=shape))
     [batch] = device_batch(packed)
     return batch
 

@@ -50,9 +50,9 @@ class Count(NamedTuple):
         return Count(*(a - b for a, b in zip(self, other)))
 
 
-class RowPlaces(NamedTuple):
-    """Where the parts of a packed row lie, where that is fixed: in its first `prefix` tokens what its samples begin
-    with, in each of the `samples` equal parts of the rest one sample's own tokens."""
+class RowShape(NamedTuple):
+    """Where the parts of a packed row lie, if not anywhere: in its first `prefix` tokens what its samples begin with,
+    in each of the `samples` equal parts of the rest one sample's own tokens."""
 
     prefix: int
     samples: int

@@ -13,6 +13,7 @@ from absl import flags
 from flax import traverse_util
 
 from rlx import cli
+from rlx.config.errors import ConfigError
 from rlx.config.flags import config_from_argv
 from rlx.config.schema import Config
 from rlx.layouts import Comparison, TensorError, compare, largest, make_case, moved
@@ -49,8 +50,8 @@ ATTENTION = [
     ("dense", "CP4", 0, (RING, BLOCKS)),
     ("mla", "TP2 DP2 CP2 EP4", 4, (BLOCKS,)),
 ]
-PLACED = tuple(f"learner.{key}" for key in ("row_samples=2", "row_prefix=152", "row_tokens=168"))
-PLACED_OFTEN = [("dense", "PP2 DP2 TP2", 4, PLACED), ("mla", "TP2 DP4 EP4", 0, PLACED)]
+SHAPED = tuple(f"learner.{key}" for key in ("row_samples=2", "row_prefix=80", "row_tokens=240"))
+SHAPED_OFTEN = [("dense", "PP2 DP2 TP2", 4, SHAPED), ("mla", "TP2 DP4 EP4", 0, SHAPED)]
 ATTENTION_ALL = [
     (kind, layout, rank, keys)
     for kind in KINDS
@@ -61,8 +62,8 @@ ATTENTION_ALL = [
         ("PP2 CP4", 4, (RING, BLOCKS)),
     ]
 ] + [
-    (kind, layout, rank, PLACED)
-    for kind in ("dense", "moe", "mla", "k3")
+    (kind, layout, rank, SHAPED)
+    for kind in ("dense", "moe", "mla")
     for layout, rank in [("PP2 DP2 TP2 EP2", 0), ("TP8", 4)]
 ]
 
@@ -111,7 +112,7 @@ def test_a_layout_computes_what_one_device_does(kind, layout, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, layout, rank, keys", PLACED_OFTEN)
+@pytest.mark.parametrize("kind, layout, rank, keys", SHAPED_OFTEN)
 def test_rows_whose_parts_have_places_compute_what_one_device_does(kind, layout, rank, keys):
     assert_same(*compared(kind, layout, rank, keys=keys))
 
@@ -252,8 +253,20 @@ def test_layouts_that_cannot_be_are_refused():
         _check("dense", "PP8")
 
 
-def _check(kind: str, layout: str) -> None:
-    config = recipe(kind, 0)
+def test_rows_of_one_shape_are_not_cut_nor_made_for_models_that_share_no_prompts():
+    with pytest.raises(LayoutError, match=r"CP2 cuts rows whose parts have places .*: set that to 0"):
+        _check("dense", "CP2", SHAPED)
+    with pytest.raises(ConfigError, match=r"row_samples = 2: a model .* does not share prompts has no such rows"):
+        _check("k3", "TP2", SHAPED)
+    config = recipe("dense", 0, keys=SHAPED)
+    for tokens in (64, 65, 66, 68, 70):
+        made = make_case(config, read_config(config.model.path), 2, tokens, "float32")
+        assert made.batch.row_shape is not None
+        assert made.batch.row_shape.samples * made.batch.row_shape.own_tokens(tokens) < tokens
+
+
+def _check(kind: str, layout: str, keys: tuple[str, ...] = ()) -> None:
+    config = recipe(kind, 0, keys=keys)
     compare(config, read_config(config.model.path), parse_layout(layout), "float64")
 
 

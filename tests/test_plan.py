@@ -194,6 +194,24 @@ def test_what_else_spares_memory_is_offered():
     assert unsupported_reason(Layout(dp=2), changed(ring, keys).sizes) is None
 
 
+def test_rows_of_one_shape_have_fewer_scores_and_shorter_ones_have_none():
+    words = [f"--config.learner.{key}" for key in ("row_tokens=8192", "row_samples=7", "row_prefix=1024")]
+    words += ["--config.engine.context=2048", "--config.engine.prefill_buckets=(2048,)", "--config.lora.rank=0"]
+    words += ["--config.rollout.max_new_tokens=1024", "--config.model.attention_block=0"]
+    shaped = case("full_size.py:qwen3_8b", "TP8", *words)
+    whole = changed(shaped, {"learner.row_samples": 0, "learner.row_prefix": 0, "model.attention_block": 8192})
+    assert (shaped.seen, whole.seen) == (2048, 8192)
+    assert temporaries(shaped).scores == temporaries(whole).scores / 4
+    spent = [costs(each, DEVICES["H100"], held(each)).useful_flops for each in (shaped, whole)]
+    assert spent[0] < spent[1]
+    shorter = [keys for each in _single(shaped) for keys in each if "learner.row_tokens" in keys]
+    assert shorter
+    assert all(keys["learner.row_samples"] == keys["learner.row_prefix"] == 0 for keys in shorter)
+    large = case("full_size.py:qwen3_8b", "TP1", *words)
+    assert memory(large).total > DEVICES["H100"].usable
+    assert changes(large, DEVICES["H100"])
+
+
 def test_changes_that_are_named_fit_and_a_plan_that_fits_has_none():
     device = DEVICES["H100"]
     large = case("full_size.py:qwen3_8b", "TP8", rows=8, remat="none")

@@ -81,6 +81,14 @@ def test_it_is_not_made_twice(recipe, tuned, capsys):
     assert f"{tuned} exists; choose another --config.run.name" in capsys.readouterr().err
 
 
+def test_rows_of_examples_have_no_shape(recipe):
+    shape = {"learner__row_samples": 2, "learner__row_prefix": 80, "learner__row_tokens": 240}
+    config = tiny_run.config(recipe, **changes(recipe, sft__steps=1, **shape))
+    model = assemble.load_model(config)
+    assert config.learner.row_shape is not None
+    assert prepare(config, model, sft.sft_examples(config, model)).packing.row_shape is None
+
+
 def test_no_steps_are_refused(recipe, capsys):
     assert sft.main(["rlx sft", *tiny_run.arguments(recipe)]) == 2
     assert "config.sft.steps = 0: nothing to do; give --config.sft.steps=50" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from rlx.metrics.ledger import Ledger
 from rlx.metrics.names import find_metric
 from rlx.run import Run
 from rlx.train import TrainingStopped, train
+from rlx.types import RowShape
 from tests import tiny_run
 
 UPDATES = 3
@@ -203,20 +204,27 @@ def test_a_run_that_is_extended_says_which_settings_are_new(finished, tmp_path, 
     assert "learner.learning_rate: 0.01 -> 0.003" in said
 
 
-def test_places_in_rows_change_nothing_but_the_rows(recipe):
+def test_rows_of_one_shape_change_no_number(recipe, monkeypatch):
     """The first update of the same samples."""
-    places = {"learner__row_samples": 2, "learner__row_prefix": 152, "learner__row_tokens": 168}
+    shapes, update = [], training.update
+
+    def seen(step, optimizer, state, frozen, batch):
+        shapes.append(batch[0].row_shape)
+        return update(step, optimizer, state, frozen, batch)
+
+    monkeypatch.setattr(training, "update", seen)
+    shape = {"learner__row_samples": 2, "learner__row_prefix": 80, "learner__row_tokens": 240}
     changes = {"learner__updates": 1, "learner__row_targets": 0, "run__name": "anywhere"}
     found = []
-    for more in ({}, {**places, "run__name": "placed"}):
+    for more in ({}, {**shape, "run__name": "shaped"}):
         config = tiny_run.config(recipe, **(changes | more))
         train(config)
         records = tiny_run.records(recipe.parent / "runs" / config.run.name / "metrics.jsonl")
         found.append(next(r for r in records if "policy/loss" in r))
-    anywhere, placed = found
+    anywhere, shaped = found
     for name in ("policy/loss", "optimizer/grad_norm", "policy/entropy"):
-        assert placed[name] == pytest.approx(anywhere[name], rel=1e-4, abs=1e-6)
-    assert placed["batch/packing_fraction"] != anywhere["batch/packing_fraction"]
+        assert shaped[name] == pytest.approx(anywhere[name], rel=1e-4, abs=1e-6)
+    assert shapes == [None, RowShape(80, 2)]
 
 
 def test_it_runs_in_a_notebook(recipe):

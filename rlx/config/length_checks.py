@@ -27,32 +27,37 @@ def length_problems(config: Config) -> list[str]:
     if 0 < targets < new:
         why = f"a response of config.rollout.max_new_tokens = {new} would not fit in a row; set at least {new}, or 0"
         problems.append(said("learner.row_targets", targets, why))
-    return problems + _places(config)
+    return problems + _row_shape(config)
 
 
-def _places(config: Config) -> list[str]:
-    """Rows whose parts have places must hold any sample."""
+def _row_shape(config: Config) -> list[str]:
+    """Rows of one shape must hold any sample."""
     learner, samples, prefix = config.learner, config.learner.row_samples, config.learner.row_prefix
     if not samples:
-        why = "nothing has a place in a row while config.learner.row_samples = 0; set it to 0"
+        why = "a prompt has no place of its own while config.learner.row_samples = 0; set config.learner.row_prefix = 0"
         return [said("learner.row_prefix", prefix, why)] if prefix else []
     problems = []
     if not learner.prefix_sharing:
         why = "samples lie behind a prompt that they share; set config.learner.prefix_sharing to True, or this to 0"
         problems.append(said("learner.row_samples", samples, why))
+    if samples > (group := config.rollout.group_size):
+        why = f"a row holds samples of one group, of config.rollout.group_size = {group}; set at most that"
+        problems.append(said("learner.row_samples", samples, why))
     if config.model.attention_block:
-        why = "with config.learner.row_samples the scores of a sample exist whole; set it to 0"
+        why = "with config.learner.row_samples the scores of a sample exist whole; set config.model.attention_block = 0"
         problems.append(said("model.attention_block", config.model.attention_block, why))
     if names := several_turns(config):
-        why = f"a session of config.tasks.sources.{names[0]} may be longer than its place; set it to 0"
+        why = f"a session of config.tasks.sources.{names[0]} may be longer than its part; set this and row_prefix to 0"
         problems.append(said("learner.row_samples", samples, why))
-    # What is not the prompt's, or did not fit there.
-    own = max(config.rollout.max_new_tokens, config.engine.context - prefix)
-    if not prefix or (learner.row_tokens - prefix) % samples or learner.row_tokens - prefix < samples * own:
+    if not prefix:
+        why = "rows with config.learner.row_samples need room for a prompt; set at least 1, about the length of most"
+        return [*problems, said("learner.row_prefix", prefix, why)]
+    # What is not the prompt's or did not fit there; and the prompt's part is padded to a sample's.
+    own = max(config.rollout.max_new_tokens, config.engine.context - prefix, prefix)
+    if (learner.row_tokens - prefix) % samples or learner.row_tokens < prefix + samples * own:
         why = (
-            f"a row holds a prompt, above 0 tokens (config.learner.row_prefix = {prefix}), and {samples} samples "
-            f"(config.learner.row_samples) of one length with room for {own} tokens each; set {{}}"
+            f"rows hold config.learner.row_prefix = {prefix} tokens and config.learner.row_samples = {samples} equal "
+            f"parts of at least {own}; set {prefix + samples * own}, or more by a multiple of {samples}"
         )
-        ways = f"{prefix} + {samples} x {own} = {prefix + samples * own}" if prefix else "config.learner.row_prefix"
-        problems.append(said("learner.row_tokens", learner.row_tokens, why.format(ways)))
+        problems.append(said("learner.row_tokens", learner.row_tokens, why))
     return problems

@@ -19,7 +19,7 @@ from rlx.config.objective import ObjectiveConfig
 from rlx.config.planning import PlanConfig
 from rlx.config.sandbox import SandboxConfig
 from rlx.config.simulation import SimulateConfig
-from rlx.types import RowPlaces
+from rlx.types import RowShape
 
 # The linear layers of all families of models by their names in a checkpoint, those of a dense block first.
 LINEAR_LAYERS = (
@@ -168,15 +168,15 @@ class LearnerConfig:
     micro_batch_rows: int
     prefix_sharing: bool
     row_samples: int  # 0 = parts lie anywhere in a row
-    row_prefix: int  # tokens, before the places of the samples
+    row_prefix: int  # tokens, before the samples'
     nonfinite_limit: int
     logprob_implementation: Literal["auto", "reference", "xla", "mosaic"]
     head_precision: Literal["auto", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"]  # of the head's products
 
     @property
-    def places(self) -> RowPlaces | None:
+    def row_shape(self) -> RowShape | None:
         """Of the parts of a row, None = anywhere."""
-        return RowPlaces(self.row_prefix, self.row_samples) if self.row_samples else None
+        return RowShape(self.row_prefix, self.row_samples) if self.row_samples else None
 
     def with_parts_anywhere(self) -> LearnerConfig:
         """For rows of other sequences than a group's samples."""

@@ -5,7 +5,7 @@ sequence is one segment, or two where others of its group begin alike: the begin
 its own. What comes behind the last token that predicts a target is left out. Micro-batches have one shape whatever a
 batch holds, so nothing recompiles; a batch has as many of them as it needs.
 
-With `places` a row holds samples of one group, and each part begins where it is told to.
+With a `row_shape` a row holds samples of one group, and each part begins where that says.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rlx.data.balance import balanced
-from rlx.data.rows import Family, Member, plan_placed_rows, plan_rows
-from rlx.types import RowPlaces, TopK
+from rlx.data.rows import Family, Member, plan_fixed_rows, plan_rows
+from rlx.types import RowShape, TopK
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +58,11 @@ class PackingConfig:
     routes: tuple[int, int] | None = None  # layers of experts and k, where routes are replayed
     balance_experts: bool = False  # order rows by their routes so that micro-batches spread over experts
     frozen: tuple[FrozenArray, ...] = ()  # that every trajectory has
-    places: RowPlaces | None = None  # None = parts side by side, of as many groups as a row has room for
+    row_shape: RowShape | None = None  # None = parts side by side, of as many groups as a row has room for
+
+    def __post_init__(self) -> None:
+        if self.row_shape is not None and not self.share_prefixes:
+            raise ValueError(f"rows of {self.row_shape} are of samples that share their beginning: share prefixes")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +90,7 @@ class PackedBatch:
     num_sequences: int  # with a target
     unshared_tokens: int  # that would be computed if each sequence were laid out whole
     frozen: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # [M, R, N] or [M, R, N, K] each
-    places: RowPlaces | None = None
+    row_shape: RowShape | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -118,13 +122,16 @@ def computed_tokens(trajectory: Trajectory) -> int:
     return int(np.flatnonzero(trajectory.mask)[-1]) if trajectory.mask.any() else 0
 
 
-def families(trajectories: Sequence[Trajectory], share_prefixes: bool, most: int = 0) -> list[Family]:
+def families(
+    trajectories: Sequence[Trajectory], share_prefixes: bool, longest_prefix: int | None = None
+) -> list[Family]:
     """What the planner of rows takes: the groups, each with the tokens that its sequences share; other sequences alone.
 
     Shared are the leading tokens that all sequences of a group have in common and none trains on. A sequence without
     a target is left out: nothing would come of it.
 
-    most: where not 0, no more tokens are shared, and a sequence alone is cut in two as others are.
+    longest_prefix: the most tokens that are shared, and a sequence alone is cut in two as others are; None = any
+      number, and it is left whole.
     """
     together: dict[tuple[int | None, int], list[int]] = {}
     for i, trajectory in enumerate(trajectories):
@@ -133,10 +140,12 @@ def families(trajectories: Sequence[Trajectory], share_prefixes: bool, most: int
             together.setdefault((trajectory.group, 0) if grouped else (None, i), []).append(i)
     found = []
     for indices in together.values():
-        prefix = _common_prefix([trajectories[i] for i in indices]) if len(indices) > 1 or most else 0
-        prefix = min(prefix, most or prefix)
+        cut = longest_prefix is not None or len(indices) > 1
+        prefix = _common_prefix([trajectories[i] for i in indices]) if cut else 0
+        if longest_prefix is not None:
+            prefix = min(prefix, longest_prefix)
         sizes = [(i, computed_tokens(trajectories[i]) - prefix, int(trajectories[i].mask.sum())) for i in indices]
-        if prefix or most:
+        if prefix or longest_prefix is not None:
             found.append(Family(prefix, tuple(Member(*size) for size in sizes)))
         else:
             found += [Family(0, (Member(*size),)) for size in sizes]
@@ -150,10 +159,10 @@ def rows_needed(trajectories: Sequence[Trajectory], config: PackingConfig) -> in
 
 def _planned(trajectories: Sequence[Trajectory], config: PackingConfig) -> list[list[Family]]:
     room = config.row_tokens, config.row_targets
-    if config.places is None:
+    if config.row_shape is None:
         return plan_rows(families(trajectories, config.share_prefixes), *room)
-    found = families(trajectories, config.share_prefixes, config.places.prefix)
-    return plan_placed_rows(found, *room, config.places)
+    found = families(trajectories, config.share_prefixes, config.row_shape.prefix)
+    return plan_fixed_rows(found, *room, config.row_shape)
 
 
 def pack(trajectories: Sequence[Trajectory], config: PackingConfig) -> PackedBatch:
@@ -240,14 +249,14 @@ def _empty(config: PackingConfig, count: int, num_sequences: int, unshared_token
         frozen={
             f.name: np.zeros((*targets, f.candidates) if f.candidates else targets, f.dtype) for f in config.frozen
         },
-        places=config.places,
+        row_shape=config.row_shape,
     )
 
 
 def _fill(batch: PackedBatch, at: tuple[int, int], row: Sequence[Family], trajectories: Sequence[Trajectory]) -> None:
     """Write the families of one row, each the beginning it shares and then what its members have of their own."""
     segment = start = written = 0
-    places, room = batch.places, batch.places.own_tokens(batch.tokens.shape[2]) if batch.places else 0
+    row_shape, room = batch.row_shape, batch.row_shape.own_tokens(batch.tokens.shape[2]) if batch.row_shape else 0
     for family in row:
         shared, prefix_segment = start, 0
         if family.prefix:
@@ -255,7 +264,7 @@ def _fill(batch: PackedBatch, at: tuple[int, int], row: Sequence[Family], trajec
             first = trajectories[family.members[0].number]
             start = _put_tokens(batch, at, start, first, slice(family.prefix), segment, 0)
         for number, member in enumerate(family.members):
-            start = places.prefix + number * room if places else start
+            start = row_shape.prefix + number * room if row_shape else start
             trajectory, segment = trajectories[member.number], segment + 1
             own = slice(family.prefix, family.prefix + member.tokens)
             targets = slice(written, written + member.targets)

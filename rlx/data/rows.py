@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlx.types import RowPlaces
+from rlx.types import RowShape
 
 
 class Member(NamedTuple):
@@ -87,20 +87,20 @@ def plan_rows(families: Sequence[Family], row_tokens: int, row_targets: int) -> 
     return [list(row.parts.values()) for row in rows]
 
 
-def plan_placed_rows(
-    families: Sequence[Family], row_tokens: int, row_targets: int, places: RowPlaces
+def plan_fixed_rows(
+    families: Sequence[Family], row_tokens: int, row_targets: int, row_shape: RowShape
 ) -> list[list[Family]]:
     """The same where the parts of a row lie at fixed places: one family a row, or some of its members.
 
     Raises ValueError for a sequence that no row can hold.
     """
-    room, rows = places.own_tokens(row_tokens), []
+    room, rows = row_shape.own_tokens(row_tokens), []
     for family in families:
         part = Family(family.prefix, ())
         for member in family.members:
-            if family.prefix > places.prefix or member.tokens > room or member.targets > row_targets:
-                raise ValueError(_too_large_for_its_place(family.prefix, member, places.prefix, room, row_targets))
-            if len(part.members) == places.samples or part.targets + member.targets > row_targets:
+            if family.prefix > row_shape.prefix or member.tokens > room or member.targets > row_targets:
+                raise ValueError(_too_large_for_its_place(family.prefix, member, row_shape.prefix, room, row_targets))
+            if len(part.members) == row_shape.samples or part.targets + member.targets > row_targets:
                 rows.append([part])
                 part = Family(family.prefix, ())
             part = Family(family.prefix, (*part.members, member))

@@ -96,7 +96,7 @@ class Policies:
         shared = self._share(part, arch)
         together = self.packing.share_prefixes and not prefix_sharing_unsupported_reason(arch)
         packing = dataclasses.replace(
-            self.packing, share_prefixes=together, places=self.packing.places if together else None
+            self.packing, share_prefixes=together, row_shape=self.packing.row_shape if together else None
         )
         return Policy(
             part.hash, scoring_config(self.step, arch, scale), trainable, frozen, shared, _ids_hash(shared), packing

@@ -32,7 +32,7 @@ from rlx.models.spec import Architecture, Params
 from rlx.models.transformer import Remat, forward_routed, head_matrix
 from rlx.parallel.context import places, zigzag
 from rlx.parallel.mesh import Placement
-from rlx.types import RowPlaces
+from rlx.types import RowShape
 
 # Loss, gradient and metric sums.
 Total = tuple[Array, Params, Metrics]
@@ -79,7 +79,7 @@ class MicroBatch:
     num_targets: Array  # int32 [], of the whole batch
     num_sequences: Array  # int32 [], of the whole batch
     frozen: dict[str, Array] = struct.field(default_factory=dict)  # further `Targets`, [R, N] or [R, N, K] each
-    places: RowPlaces | None = struct.field(pytree_node=False, default=None)  # of the parts of a row, None = anywhere
+    row_shape: RowShape | None = struct.field(pytree_node=False, default=None)  # of the parts of a row, None = anywhere
 
 
 # All of a batch's micro-batches, at least one.
@@ -151,7 +151,7 @@ def hidden_of_targets(
         unrolled=config.unrolled,
         placement=config.placement,
         attention_block=config.attention_block,
-        places=batch.places,
+        row_shape=batch.row_shape,
     )
     if config.placement is not None:  # a target may look anywhere in its row
         hidden = config.placement.cut(hidden, PartitionSpec("dp"))

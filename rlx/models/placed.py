@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from rlx.config.cluster import ClusterConfig
+from rlx.config.schema import Config
 from rlx.models.description import (
     Architecture,
     Attention,
@@ -26,19 +27,12 @@ from rlx.parallel.mesh import Partitions, Placement, make_mesh
 from rlx.parallel.rules import partition
 
 
-def sizes_of(
-    arch: Architecture,
-    row_tokens: int = 0,
-    rows: int = 0,
-    cluster: ClusterConfig | None = None,
-    *,
-    placed_rows: bool = False,
-) -> Divisible:
+def sizes_of(arch: Architecture, row_tokens: int = 0, rows: int = 0, config: Config | None = None) -> Divisible:
     """What a layout must divide. Sizes that differ between layers are their greatest common divisor.
 
-    row_tokens, rows: of a micro-batch, 0 = not known. cluster: what else a layout must allow, None = nothing.
-    placed_rows: do the parts of rows lie at fixed places?
+    row_tokens, rows: of a micro-batch, 0 = not known. config: what else a layout must allow, None = nothing.
     """
+    cluster = None if config is None else config.cluster
     mixers, feeds = [layer.mixer for layer in arch.layers], [layer.mlp for layer in arch.layers]
     attending = [m for m in mixers if isinstance(m, Attention | LatentAttention)]
     experts = [feed.count for feed in feeds if isinstance(feed, Experts)]
@@ -58,7 +52,7 @@ def sizes_of(
         rows=rows,
         rounds=1 if cluster is None else cluster.pipeline_rounds,
         ring=cluster is not None and cluster.context_parallel == "ring",
-        placed_rows=placed_rows,
+        fixed_parts=config is not None and config.learner.row_shape is not None,
         sequence_parallel=cluster is not None and cluster.sequence_parallel,
     )
 

@@ -14,7 +14,7 @@ from rlx.models.blockwise import block_size
 from rlx.models.description import Architecture
 from rlx.models.layers import Ids, visible
 from rlx.parallel.mesh import Placement
-from rlx.types import RowPlaces
+from rlx.types import RowShape
 
 
 @struct.dataclass
@@ -29,7 +29,7 @@ class Rows:
     masks: tuple[Array, ...]
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)  # of attention layers
     block: int = struct.field(pytree_node=False, default=0)  # tokens: `rlx.models.blockwise.block_size`
-    places: RowPlaces | None = struct.field(pytree_node=False, default=None)  # None = anywhere
+    row_shape: RowShape | None = struct.field(pytree_node=False, default=None)  # None = anywhere
     placement: Placement | None = struct.field(pytree_node=False, default=None)  # devices that share them, None = one
 
 
@@ -47,10 +47,10 @@ def packed_rows(
     prefix_ids: Int[Array, "rows t"] | None = None,
     placement: Placement | None = None,
     attention_block: int = 0,
-    places: RowPlaces | None = None,
+    row_shape: RowShape | None = None,
 ) -> Rows:
     """attention_block: the most tokens whose attention scores exist at once, 0 = all of a row's.
-    places: of the parts of a row, whose scores exist whole; None = anywhere.
+    row_shape: of the parts of a row, whose scores exist whole; None = anywhere.
 
     Raises ValueError for rows that cannot be cut so, and where devices share such a row.
     """
@@ -59,10 +59,10 @@ def packed_rows(
         ids = Ids(*(placement.rows(x) for x in ids))
     ring = placement is not None and placement.ring
     ranks = 1 if placement is None else placement.layout.cp
-    if places is not None and ranks > 1:
+    if row_shape is not None and ranks > 1:
         raise ValueError(f"CP{ranks} cuts rows, whose parts lie at fixed places: set learner.row_samples to 0")
-    block = 0 if places else block_size(attention_block, positions.shape[1], ranks, always=ring)
-    seen = (lambda window: family_attention.mask(places, ids, window)) if places else partial(visible, ids, ids)
+    block = 0 if row_shape else block_size(attention_block, positions.shape[1], ranks, always=ring)
+    seen = (lambda window: family_attention.mask(row_shape, ids, window)) if row_shape else partial(visible, ids, ids)
     masks = () if block else tuple(seen(window) for window in arch.windows)
     if placement is not None:
         masks = tuple(placement.rows(mask) for mask in masks)
@@ -75,7 +75,7 @@ def packed_rows(
         masks=masks,
         windows=arch.windows,
         block=block,
-        places=places,
+        row_shape=row_shape,
         placement=placement,
     )
 

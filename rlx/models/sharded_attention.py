@@ -23,7 +23,7 @@ from rlx.models.packed_attention import differentiable
 from rlx.models.rows import Rows
 from rlx.parallel.expert import TOKENS
 from rlx.parallel.mesh import Placement
-from rlx.types import RowPlaces
+from rlx.types import RowShape
 
 HEADS = PartitionSpec("dp", "cp", "tp")  # [rows, t, heads, d]
 SHARED = PartitionSpec("dp", "cp")  # the same, the heads whole
@@ -50,10 +50,10 @@ def row_attention(
 ) -> Float[Array, "rows t heads v"]:
     """`packed_attention` under the window number `window` of `rows`, by the devices that share them."""
     placement, given = rows.placement, (query, key, value)
-    if rows.places is not None:
+    if rows.row_shape is not None:
         if placement is None:
-            return family_attention.family_attention(rows.places, *given, rows.masks[window])
-        return sharded(placement, in_families(rows.places), *given, rows.masks[window])
+            return family_attention.family_attention(rows.row_shape, *given, rows.masks[window])
+        return sharded(placement, in_families(rows.row_shape), *given, rows.masks[window])
     if not rows.block:
         allowed = rows.masks[window]
         if placement is None:
@@ -136,9 +136,9 @@ def in_ring(blocks: Blocks, ranks: int) -> Local:
     return Local(attend, partial(ring_attention.pull, blocks, ranks), (OWN,), HEADS)
 
 
-def in_families(places: RowPlaces) -> Local:
+def in_families(row_shape: RowShape) -> Local:
     """Rows whose parts have places, each whole on one device; `family_attention.mask` says who sees whom."""
-    return Local(partial(family_attention.attend, places), partial(family_attention.pull, places), (ALL,), SUMS)
+    return Local(partial(family_attention.attend, row_shape), partial(family_attention.pull, row_shape), (ALL,), SUMS)
 
 
 def _attend_whole(query: Array, key: Array, value: Array, allowed: Array) -> tuple[Array, Array]:

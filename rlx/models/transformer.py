@@ -42,7 +42,7 @@ from rlx.parallel import blocks, pipeline
 from rlx.parallel.layout import rounds_of
 from rlx.parallel.mesh import Placement
 from rlx.parallel.sequence import embedded, gathered, scattered
-from rlx.types import RowPlaces
+from rlx.types import RowShape
 
 # x [rows, t, d] of one layer's mixer -> (y, what the caller wants kept); it decides what is attended to.
 Mix = Callable[[Weights, Array], tuple[Array, Any]]
@@ -103,7 +103,7 @@ def forward(
     unrolled: bool = False,
     placement: Placement | None = None,
     attention_block: int = 0,
-    places: RowPlaces | None = None,
+    row_shape: RowShape | None = None,
 ) -> Float[Array, "rows t d"]:
     """Hidden states after the final norm.
 
@@ -120,7 +120,7 @@ def forward(
       placement: the devices that share the work, None = one. A pipeline runs groups with at least a repeat a stage;
         others, a dense first layer say, are computed by every stage.
       attention_block: tokens whose attention scores exist at once, 0 = all of a row's.
-      places: where the parts of a row lie, None = anywhere. Scores are then those of its parts.
+      row_shape: where the parts of a row lie, None = anywhere. Scores are then those of its parts.
     """
     return forward_routed(
         arch,
@@ -135,7 +135,7 @@ def forward(
         unrolled=unrolled,
         placement=placement,
         attention_block=attention_block,
-        places=places,
+        row_shape=row_shape,
     )[0]
 
 
@@ -154,13 +154,13 @@ def forward_routed(
     unrolled: bool = False,
     placement: Placement | None = None,
     attention_block: int = 0,
-    places: RowPlaces | None = None,
+    row_shape: RowShape | None = None,
 ) -> tuple[Float[Array, "rows t d"], Routing | None]:
     """`forward`, and what the routers did, None where there are none.
 
     routes: expert choices to replay, of `arch.expert_layers`; negative where the router is to choose.
     """
-    rows = packed_rows(arch, positions, segment_ids, prefix_ids, placement, attention_block, places)
+    rows = packed_rows(arch, positions, segment_ids, prefix_ids, placement, attention_block, row_shape)
     stream = residual.start(arch, _embedded(params, tokens, placement))
     routings: list[tuple[tuple[int, ...], Routing]] = []
     for group in group_slots(arch):

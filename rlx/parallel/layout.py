@@ -108,7 +108,7 @@ class Divisible:
       periods: repeats of the layer pattern that stages are made of; those that are missing for whole stages are padded.
       rounds: blocks of layers that each stage of a pipeline is to hold, which is no size but must fit them too.
       ring: keys and values are to go round cp, which is no size either but needs a ring.
-      placed_rows: the parts of a row lie at fixed places, which leaves nothing for cp to cut.
+      fixed_parts: the parts of a row lie at fixed places, which leaves nothing for cp to cut.
       sequence_parallel: between products the tokens of a row are cut over tp too (`rlx.parallel.sequence`).
     """
 
@@ -123,7 +123,7 @@ class Divisible:
     rows: int = 0
     rounds: int = 1
     ring: bool = False
-    placed_rows: bool = False
+    fixed_parts: bool = False
     sequence_parallel: bool = False
 
 
@@ -147,7 +147,7 @@ def unsupported_reason(layout: Layout, sizes: Divisible) -> str | None:
         return (
             "cluster.context_parallel = 'ring' with CP1, which leaves a row's tokens on one device: set it to 'gather'"
         )
-    if sizes.placed_rows and layout.cp > 1:
+    if sizes.fixed_parts and layout.cp > 1:
         return f"CP{layout.cp} cuts rows whose parts have places (learner.row_samples): set that to 0"
     if sizes.row_tokens % (parts := row_parts(layout)):
         return (

@@ -70,8 +70,16 @@ class Case:
     @property
     def sizes(self) -> Divisible:
         """What its layout must divide."""
-        placed = self.config.learner.places is not None
-        return sizes_of(self.arch, self.tokens, self.rows, self.config.cluster, placed_rows=placed)
+        return sizes_of(self.arch, self.tokens, self.rows, self.config)
+
+    @property
+    def seen(self) -> float:
+        """Tokens that scores of a query are computed with, whether it may see them or not."""
+        shape = self.config.learner.row_shape
+        if shape is None:
+            return self.tokens
+        own = shape.own_tokens(self.tokens)
+        return (shape.samples + 1) * own * (shape.prefix + own) / self.tokens
 
     @property
     def ring(self) -> bool:
@@ -80,7 +88,7 @@ class Case:
 
     def attention_block(self, accelerator: bool) -> int:
         """Tokens of a block of scores, 0 = those of a device are held whole."""
-        if self.config.learner.places is not None:
+        if self.config.learner.row_shape is not None:
             return 0
         asked = self.config.model.attention_block or default_block(self.tokens, accelerator=accelerator)
         return block_size(asked, self.tokens, self.layout.cp, always=self.ring)

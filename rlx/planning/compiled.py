@@ -113,4 +113,4 @@ def micro_batch(case: Case, placement: Placement) -> MicroBatch:
     shapes = {name: one(*shape) for name, shape in batch_shapes(case).items()}
     scored: dict[str, Any] = {name: one(*shape) for name, shape in scoring.arrays(case).items()}
     absent: dict[str, Any] = dict.fromkeys(("head_ids", "head_logprobs", "routes"))
-    return MicroBatch(**(absent | shapes), frozen=scored, places=case.config.learner.places)
+    return MicroBatch(**(absent | shapes), frozen=scored, row_shape=case.config.learner.row_shape)

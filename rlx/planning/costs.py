@@ -1,6 +1,7 @@
 """What an update costs: FLOPs, bytes over each axis of the mesh, seconds.
 
-A product of [n, i] and [i, o] is 2 n i o FLOPs. Attention computes all of a row's scores, seen or not. Exchange and
+A product of [n, i] and [i, o] is 2 n i o FLOPs. Attention computes all scores of a row or, where its parts have
+places, of a part, seen or not. Exchange and
 arithmetic are not assumed to overlap, so seconds are an upper estimate at the given efficiency. Collectives of n
 devices are counted as rings: (n - 1) / n of an array are sent by each device to gather or to scatter it, twice that to
 sum it everywhere (arXiv 1909.08053, section 3; arXiv 1910.02054, section 7).
@@ -102,14 +103,14 @@ def _passes(case: Case) -> float:
     return 1.0 + (1.0 if case.config.lora.rank else 2.0) + (1.0 if case.remat == "layer" else 0.0)
 
 
-def layer_flops(arch: Architecture, layer: Layer, tokens: int) -> tuple[float, float]:
-    """(products with weights, attention) of a token of a row of `tokens`, forward."""
+def layer_flops(arch: Architecture, layer: Layer, seen: float) -> tuple[float, float]:
+    """(products with weights, attention) of a token with scores of `seen` tokens, forward."""
     products = sum(
         2.0 * math.prod(spec.shape)
         for path, spec in flat_specs(arch, layer).items()
         if path[-1] == "kernel" and path[:2] != ("mlp", "experts")
     )
-    return products + _expert_flops(arch, layer), attention_flops(layer.mixer, tokens)
+    return products + _expert_flops(arch, layer), attention_flops(layer.mixer, seen)
 
 
 def _expert_flops(arch: Architecture, layer: Layer) -> float:
@@ -130,7 +131,7 @@ def once_more(case: Case, layer: Layer) -> float:
         return 0.0
     experts = _expert_flops(case.arch, layer) if case.remat != "layer" else 0.0
     rule = isinstance(layer.mixer, DeltaNet | KimiDelta)
-    return experts + (attention_flops(layer.mixer, case.tokens) * _maps(case, layer) if rule else 0.0)
+    return experts + (attention_flops(layer.mixer, case.seen) * _maps(case, layer) if rule else 0.0)
 
 
 def _maps(case: Case, layer: Layer) -> int:
@@ -138,13 +139,13 @@ def _maps(case: Case, layer: Layer) -> int:
     return 2 if case.layout.cp > 1 and isinstance(layer.mixer, DeltaNet | KimiDelta) else 1
 
 
-def attention_flops(mixer: Mixer, tokens: int) -> float:
-    """Of one token: over all of its row; of a delta rule over its chunk of 64 tokens, and its state twice."""
+def attention_flops(mixer: Mixer, seen: float) -> float:
+    """Of one token, with scores of `seen` tokens; of a delta rule over its chunk of 64 tokens, and its state twice."""
     match mixer:
         case Attention():
-            return 4.0 * mixer.heads * mixer.head_dim * tokens
+            return 4.0 * mixer.heads * mixer.head_dim * seen
         case LatentAttention():
-            return 2.0 * mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim) * tokens
+            return 2.0 * mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim) * seen
         case DeltaNet():
             heads, key, value = mixer.value_heads, mixer.key_dim, mixer.value_dim
         case KimiDelta():
@@ -153,12 +154,12 @@ def attention_flops(mixer: Mixer, tokens: int) -> float:
 
 
 def flops_of_token(case: Case) -> Flops:
-    return _flops_of_token(case.arch, case.tokens)
+    return _flops_of_token(case.arch, case.seen)
 
 
 @functools.lru_cache(maxsize=64)
-def _flops_of_token(arch: Architecture, tokens: int) -> Flops:
-    each = [layer_flops(arch, layer, tokens) for layer in arch.layers]
+def _flops_of_token(arch: Architecture, seen: float) -> Flops:
+    each = [layer_flops(arch, layer, seen) for layer in arch.layers]
     head = 2.0 * arch.hidden_size * arch.vocab_size
     return Flops(sum(a for a, _ in each), sum(b for _, b in each), head)
 
@@ -176,7 +177,7 @@ def _scored(case: Case) -> float:
     the trained policy too."""
     archs = [policy.arch for policy in scoring.policies(case)]
     archs += [case.arch] if case.config.objective.penalises_rewards else []
-    each = [_flops_of_token(arch, case.tokens) for arch in archs]
+    each = [_flops_of_token(arch, case.seen) for arch in archs]
     tokens, targets = case.rows * case.tokens, case.rows * case.targets
     return sum(tokens * (one.products + one.attention) + targets * one.head for one in each)
 
@@ -198,7 +199,7 @@ def _on_busiest_device(case: Case, passes: float) -> float:
     tokens = case.rows * case.tokens / (layout.dp * layout.cp * layout.tp)
     for group in groups(case):
         for slot in group:
-            products, attention = layer_flops(case.arch, slot.layer, case.tokens)
+            products, attention = layer_flops(case.arch, slot.layer, case.seen)
             each = (
                 products * passes + attention * _maps(case, slot.layer) * (passes + 1.5) + once_more(case, slot.layer)
             )

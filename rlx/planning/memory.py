@@ -153,17 +153,14 @@ def _made(case: Case, layer: Layer) -> float:
 def _scores(case: Case, layer: Layer, accelerator: bool) -> float:
     if not isinstance(layer.mixer, Attention | LatentAttention):
         return 0.0
-    at_once = case.attention_block(accelerator) ** 2 or case.tokens_here * case.tokens
-    if places := case.config.learner.places:
-        own = places.own_tokens(case.tokens)
-        at_once = (-(-places.prefix // own) + places.samples) * own * (places.prefix + own)
+    at_once = case.attention_block(accelerator) ** 2 or case.tokens_here * case.seen
     return case.rows_here * layer.mixer.heads / case.layout.tp * at_once * WIDE
 
 
 def _heads(case: Case, layer: Layer, accelerator: bool) -> float:
-    """Where scores are held whole, all of this is little next to them."""
-    mixer, tp = layer.mixer, case.layout.tp
-    if not case.attention_block(accelerator):
+    """Where a row's scores are held whole, all of this is little next to them."""
+    mixer, tp, shape = layer.mixer, case.layout.tp, case.config.learner.row_shape
+    if not case.attention_block(accelerator) and shape is None:
         return 0.0
     match mixer:
         case Attention():
@@ -173,6 +170,8 @@ def _heads(case: Case, layer: Layer, accelerator: bool) -> float:
         case _:
             return 0.0
     seen = case.tokens_here if case.ring else case.tokens
+    if shape is not None:
+        seen = (shape.samples + 1) * (shape.prefix + shape.own_tokens(case.tokens))
     return case.rows_here * (case.tokens_here * mixer.heads / tp + seen * key_heads) * width * WIDE
 
 

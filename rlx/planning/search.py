@@ -91,7 +91,7 @@ def _change(case: Case, keys: Keys, device: Device) -> Change | None:
         return None
     if other.layout.pp > 1 and other.config.model.replay_routes:
         return None
-    if (size := needed(other)) > device.usable or not _accepted(other.config):
+    if not _accepted(other.config) or (size := needed(other)) > device.usable:
         return None
     return Change(_said(case, other, keys), size, keys)
 
@@ -237,6 +237,8 @@ def _shorter_rows(config: Config, tokens: int) -> Keys:
         "plan.sequence_tokens": config.plan.sequence_tokens,
     }
     keys |= {key: tokens for key, limit in limits.items() if limit > tokens}
+    if config.learner.row_samples:
+        keys |= {"learner.row_samples": 0, "learner.row_prefix": 0}
     return keys | (_shorter_context(config, tokens) if config.engine.context > tokens else {})
 
 

@@ -16,10 +16,10 @@ def problems(config: Config) -> tuple[str, ...]:
 
 def test_a_right_configuration_passes(tree):
     check(parse(tree))
-    check(changed(tree, PLACED))
+    check(changed(tree, SHAPED))
 
 
-PLACED = {"learner.row_samples": 2, "learner.row_prefix": 96, "learner.row_tokens": 416}
+SHAPED = {"learner.row_samples": 2, "learner.row_prefix": 96, "learner.row_tokens": 416}
 
 # Every row: the keys to set, the key that must be named, a part of the way out.
 WRONG = [
@@ -95,13 +95,15 @@ WRONG = [
     ({"sft.steps": 10}, "sft.path", "config.sft.steps = 10"),
     ({"grader.timeout_s": 1e7}, "grader.timeout_s", "at most 86400"),
     ({"engine.steps_per_dispatch": 2**40}, "engine.steps_per_dispatch", "at most 1024"),
-    ({"learner.row_prefix": 8}, "learner.row_prefix", "config.learner.row_samples = 0; set it to 0"),
-    ({"learner.row_samples": 2, "learner.row_prefix": 96}, "learner.row_tokens", "96 + 2 x "),
-    ({"learner.row_samples": 2}, "learner.row_tokens", "set config.learner.row_prefix"),
+    ({"learner.row_prefix": 8}, "learner.row_prefix", "set config.learner.row_prefix = 0"),
+    ({"learner.row_samples": 2, "learner.row_prefix": 96}, "learner.row_tokens", "at least 160; set 416, or more by"),
+    ({"learner.row_samples": 2, "learner.row_prefix": 200}, "learner.row_tokens", "at least 200; set 600"),
+    ({"learner.row_samples": 2}, "learner.row_prefix", "set at least 1"),
+    ({**SHAPED, "rollout.group_size": 1, "rollout.filter_no_signal": False}, "learner.row_samples", "group_size = 1"),
     ({"learner.row_samples": -1}, "learner.row_samples", "0 or more"),
-    ({**PLACED, "learner.row_tokens": 10**4 + 1}, "learner.row_tokens", "of one length"),
-    ({**PLACED, "learner.prefix_sharing": False}, "learner.row_samples", "config.learner.prefix_sharing to True"),
-    ({**PLACED, "model.attention_block": 64}, "model.attention_block", "exist whole; set it to 0"),
+    ({**SHAPED, "learner.row_tokens": 10**4 + 1}, "learner.row_tokens", "by a multiple of 2"),
+    ({**SHAPED, "learner.prefix_sharing": False}, "learner.row_samples", "config.learner.prefix_sharing to True"),
+    ({**SHAPED, "model.attention_block": 64}, "model.attention_block", "set config.model.attention_block = 0"),
     ({"learner.micro_batch_rows": 10**12}, "learner.micro_batch_rows", "at most 64"),
     ({"rollout.temperature": 1e-30}, "rollout.temperature", "at least 0.001"),
     ({"eval.temperature": 0.0}, "eval.temperature", "config.eval.attempts_per_task to 1"),

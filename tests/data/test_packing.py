@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.data.packing import PackingConfig, Trajectory, computed_tokens, pack, rows_needed
-from rlx.types import RowPlaces, TopK
+from rlx.types import RowShape, TopK
 
 CONFIG = PackingConfig(row_tokens=24, row_targets=10, rows=2, capacity=8, head_size=3)
 
@@ -114,18 +114,23 @@ def assert_every_target_lands_once(batch, given_):
 
 
 @settings(max_examples=60)
-@given(groups(), st.sampled_from([RowPlaces(4, 3), RowPlaces(14, 2), RowPlaces(30, 1)]))
-def test_with_places_too_and_each_part_begins_in_its_own(given_, places):
+@given(groups(), st.sampled_from([RowShape(4, 3), RowShape(14, 2), RowShape(24, 1)]))
+def test_with_places_too_and_each_part_begins_in_its_own(given_, shape):
     own = 24
-    config = dataclasses.replace(ROOMY, row_tokens=places.prefix + places.samples * own, places=places)
+    config = dataclasses.replace(ROOMY, row_tokens=shape.prefix + shape.samples * own, row_shape=shape)
     batch = pack(given_, config)
     assert_every_target_lands_once(batch, given_)
     assert rows_needed(given_, config) <= batch.segment_ids[..., 0].size
     for row in np.ndindex(batch.segment_ids.shape[:2]):
-        parts = np.split(batch.segment_ids[row], range(places.prefix, config.row_tokens, own))
+        parts = np.split(batch.segment_ids[row], range(shape.prefix, config.row_tokens, own))
         assert set(parts[0]) <= {0, 1}
         assert all(len(set(part) - {0}) <= 1 for part in parts)
         assert all((part[: (part > 0).sum()] > 0).all() for part in parts)
+
+
+def test_rows_of_samples_that_share_nothing_have_no_shape():
+    with pytest.raises(ValueError, match=r"RowShape\(prefix=4, samples=2\) .*: share prefixes"):
+        dataclasses.replace(CONFIG, share_prefixes=False, row_shape=RowShape(4, 2))
 
 
 @given(groups(), st.booleans())

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.data.rows import Family, Member, plan_placed_rows, plan_rows
-from rlx.types import RowPlaces
+from rlx.data.rows import Family, Member, plan_fixed_rows, plan_rows
+from rlx.types import RowShape
 
 TOKENS, TARGETS = 24, 10
 
@@ -132,12 +132,12 @@ def test_what_no_row_holds_is_named():
         plan_rows(alone((5, 11)), TOKENS, TARGETS)
 
 
-PLACES = RowPlaces(4, 2)  # of 10 tokens each
+SHAPE = RowShape(4, 2)  # of 10 tokens each
 
 
 def test_with_places_a_row_holds_one_family_or_as_many_members_as_it_has_room_for():
     families = [family(4, *[(10, 3)] * 3), family(2, (1, 6), (1, 5), first=3), family(0, (7, 1), first=5)]
-    rows = plan_placed_rows(families, TOKENS, TARGETS, PLACES)
+    rows = plan_fixed_rows(families, TOKENS, TARGETS, SHAPE)
     assert indices(rows) == [[0, 1], [2], [3], [4], [5]]
     assert [part.prefix for row in rows for part in row] == [4, 4, 2, 2, 0]
 
@@ -146,4 +146,4 @@ def test_with_places_a_row_holds_one_family_or_as_many_members_as_it_has_room_fo
 def test_what_no_place_holds_is_named(prefix, size):
     said = r"trajectory 7: .* a row holds 4 .*, 10 for each .* and 10 .*row_samples to 0"
     with pytest.raises(ValueError, match=said):
-        plan_placed_rows([family(prefix, size, first=7)], TOKENS, TARGETS, PLACES)
+        plan_fixed_rows([family(prefix, size, first=7)], TOKENS, TARGETS, SHAPE)

@@ -87,6 +87,7 @@ def test_experts_are_spread_over_a_view_of_the_mesh(text, axes):
             dataclasses.replace(DENSE, rounds=2),
             "4 rows of a micro-batch on each of DP2 .* groups of PP3, .*; learner.micro_batch_rows = 12 would do",
         ),
+        ("CP2", dataclasses.replace(DENSE, fixed_parts=True), "CP2 cuts rows whose parts have places .*; .* work: "),
         ("CP5", DENSE, "CP5 cuts rows into 10 parts, which do not divide 96 tokens; learner.row_tokens = 100 would do"),
         (
             "TP8",

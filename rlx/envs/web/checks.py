@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LOOKS = 12
 LOOK_S = 0.06
 BRIEF = 3  # looks before an element is used: what was done before may still change the page
+PATIENCE = 4  # as many times more looks, and a page that has always a request open is taken to be as far as it will be
 CHECK_S = 60.0  # a whole check, what it waits for on a busy machine included
 REDIRECTIONS = 5
 LOST = 2  # pages that hung or crashed, after which the rest of the checks fail unseen: they would, one by one
@@ -65,6 +66,7 @@ ARGUMENTS = {
     "responds": ("method", "path", "body", "status", "text"),
     "restarts": (),
 }
+OF_THE_SERVER = ("responds", "restarts")
 LEAVING = ("open", "reload", "back")
 ACTIONS = (*LEAVING, "click", "fill", "type", "press", "select", "check", "uncheck", "resize")
 
@@ -172,6 +174,8 @@ async def _play(page: Page, site: Tracked, check: Check) -> str:
     try:
         for words in check.do:
             await _act(page, site, *words)
+        if any(words[0] in OF_THE_SERVER for words in check.expect):
+            await _settle(page, site)
         for words in check.expect:
             if (problem := await _expect(page, site, *words)) is not None:
                 return problem
@@ -203,11 +207,9 @@ class Tracked:
             self.pending -= 1
 
 
-async def _until[T](
-    look: Callable[[], Awaitable[T]], good: Callable[[T], bool], site: Tracked, looks: int = LOOKS
-) -> T:
-    """What is seen when it is good, or after so many looks at a page whose requests are answered."""
-    left = looks
+async def _until[T](look: Callable[[], Awaitable[T]], good: Callable[[T], bool], site: Tracked) -> T:
+    """What is seen when it is good, or after LOOKS at a page whose requests are answered."""
+    left = LOOKS
     while not good(seen := await look()) and left:
         left -= site.pending == 0
         await asyncio.sleep(LOOK_S)
@@ -216,8 +218,11 @@ async def _until[T](
 
 async def _settle(page: Page, site: Tracked, looks: int = LOOKS) -> None:
     """Waits for what the page has begun: left or asked about sooner, it might have sent nothing yet."""
-    if page.url.startswith(ORIGIN):
-        await _until(page.locator(":root").count, lambda _: False, site, looks)
+    quiet, most = looks, PATIENCE * looks
+    while page.url.startswith(ORIGIN) and quiet and most:
+        await page.locator(":root").count()  # an answer of the page itself, which is as slow as the machine
+        quiet, most = quiet - (site.pending == 0), most - 1
+        await asyncio.sleep(LOOK_S)
 
 
 async def _serve(site: Tracked, route: Route) -> None:
@@ -294,8 +299,6 @@ async def _act_on(element: Locator, name: str, *arguments: Any) -> None:
 
 async def _expect(page: Page, site: Tracked, name: str, *arguments: Any) -> str | None:
     """What is seen instead, where the expectation does not come true."""
-    if name in ("responds", "restarts"):
-        await _settle(page, site)
     if name == "responds":
         return await _responds(site, *arguments)
     if name == "restarts":

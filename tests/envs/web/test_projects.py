@@ -333,6 +333,38 @@ def test_what_a_page_has_begun_is_waited_for_before_it_is_left_or_its_server_ask
     assert failed(asyncio.run(main())) == []
 
 
+LIVE = """
+<button onclick="document.querySelector('p').innerText = 'Two'">Go</button><p>One</p><script>
+  const listen = () => fetch("/wait").then(listen);
+  listen();
+</script>"""
+WAITS = """
+import os, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/wait":
+            time.sleep(1)
+        self.send_response(200); self.send_header("Content-Type", "text/html"); self.end_headers()
+        self.wfile.write(open("index.html", "rb").read())
+ThreadingHTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.slow
+def test_a_page_that_always_waits_for_its_server_can_be_used_and_left():
+    check = Check(
+        "used", (("open", "/"), ("click", "button"), ("reload",), ("click", "button")), (("text", "p", "Two"),)
+    )
+    files = {"server.py": WAITS.encode(), "index.html": LIVE.encode()}
+
+    async def main():
+        async with workshop(SMALL) as shop:
+            return await checked(shop, [(files, check)])
+
+    assert failed(asyncio.run(main())) == []
+
+
 def test_projects_are_a_dozen_with_dependent_steps_and_distinct_tasks():
     assert len(PROJECTS) >= 12
     assert all(len(project.steps) >= 2 for project in PROJECTS.values())

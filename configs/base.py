@@ -208,8 +208,8 @@ def get_config() -> ConfigDict:
     c.learner.micro_batch_rows = 4  # rows whose activations are held at once
     c.learner.prefix_sharing = True  # compute a prompt once for all samples of its group in a row
     c.learner.row_samples = 0  # samples of a group in a row, each in a place of its own, so that attention has no
-    #                            scores between them; 0 = any parts side by side. Pays for rows of up to about 1,000
-    #                            tokens and samples of about one length, which are no shorter than their prompt
+    #                            scores between them and a sample's exist whole; 0 = any parts side by side. Pays for
+    #                            short samples of about one length, which are no shorter than their prompt
     c.learner.row_prefix = 0  # tokens of such a row for the prompt; its samples share the rest among them
     c.learner.nonfinite_limit = 3  # skipped updates in a row that stop the run
     c.learner.logprob_implementation = "auto"  # auto | reference | xla | mosaic

@@ -204,6 +204,9 @@ def test_rows_of_one_shape_have_fewer_scores_and_shorter_ones_have_none():
     assert temporaries(shaped).scores == temporaries(whole).scores / 4
     spent = [costs(each, DEVICES["H100"], held(each)).useful_flops for each in (shaped, whole)]
     assert spent[0] < spent[1]
+    rollout = shaped.config.rollout
+    rows = rollout.tasks_per_update * math.ceil(rollout.group_size / 7)
+    assert costs(shaped, DEVICES["H100"], held(shaped)).micro_batches == math.ceil(rows / shaped.rows)
     shorter = [keys for each in _single(shaped) for keys in each if "learner.row_tokens" in keys]
     assert shorter
     assert all(keys["learner.row_samples"] == keys["learner.row_prefix"] == 0 for keys in shorter)

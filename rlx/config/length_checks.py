@@ -36,7 +36,12 @@ def _row_shape(config: Config) -> list[str]:
     if not samples:
         why = "a prompt has no place of its own while config.learner.row_samples = 0; set config.learner.row_prefix = 0"
         return [said("learner.row_prefix", prefix, why)] if prefix else []
+    if samples < 0 or prefix < 0:  # said elsewhere
+        return []
     problems = []
+    if config.cluster.context_parallel == "ring":
+        why = f"nothing cuts rows of config.learner.row_samples = {samples}; set this to 'gather', or that to 0"
+        problems.append(said("cluster.context_parallel", "ring", why))
     if not learner.prefix_sharing:
         why = "samples lie behind a prompt that they share; set config.learner.prefix_sharing to True, or this to 0"
         problems.append(said("learner.row_samples", samples, why))

@@ -64,8 +64,8 @@ def costs(case: Case, device: Device, stays: Held) -> Costs:
     """`stays`: what the device holds, which the optimizer and every pass over weights read."""
     config, layout = case.config, case.layout
     sequences = config.rollout.tasks_per_update * config.rollout.group_size
-    tokens = float(sequences * (config.plan.sequence_tokens or case.tokens))
-    batches = math.ceil(tokens / (case.rows * case.tokens))
+    tokens = float(sequences * (config.plan.sequence_tokens or _longest(case)))
+    batches = math.ceil(_rows(case, tokens) / case.rows)
     passes = _passes(case)
     waits = bubble(case.arch, layout, case.parts, case.rounds)
     sent = {name: size * batches for name, size in _sent(case, passes).items()}
@@ -101,6 +101,20 @@ def _passes(case: Case) -> float:
     """Products with weights by forward, backward and recomputation, in forward passes: the gradient of the input is
     one, that of the weight, where it is trained, another."""
     return 1.0 + (1.0 if case.config.lora.rank else 2.0) + (1.0 if case.remat == "layer" else 0.0)
+
+
+def _longest(case: Case) -> int:
+    """Tokens of the longest sequence that a row holds."""
+    shape = case.config.learner.row_shape
+    return case.tokens if shape is None else shape.prefix + shape.own_tokens(case.tokens)
+
+
+def _rows(case: Case, tokens: float) -> float:
+    """Of an update of so many tokens: full ones, or of each group as many as its samples need."""
+    rollout, shape = case.config.rollout, case.config.learner.row_shape
+    if shape is None:
+        return tokens / case.tokens
+    return rollout.tasks_per_update * math.ceil(rollout.group_size / shape.samples)
 
 
 def layer_flops(arch: Architecture, layer: Layer, seen: float) -> tuple[float, float]:

@@ -100,6 +100,7 @@ WRONG = [
     ({"learner.row_samples": 2, "learner.row_prefix": 200}, "learner.row_tokens", "at least 200; set 600"),
     ({"learner.row_samples": 2}, "learner.row_prefix", "set at least 1"),
     ({**SHAPED, "rollout.group_size": 1, "rollout.filter_no_signal": False}, "learner.row_samples", "group_size = 1"),
+    ({**SHAPED, "cluster.context_parallel": "ring"}, "cluster.context_parallel", "set this to 'gather', or that to 0"),
     ({"learner.row_samples": -1}, "learner.row_samples", "0 or more"),
     ({**SHAPED, "learner.row_tokens": 10**4 + 1}, "learner.row_tokens", "by a multiple of 2"),
     ({**SHAPED, "learner.prefix_sharing": False}, "learner.row_samples", "config.learner.prefix_sharing to True"),

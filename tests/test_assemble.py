@@ -14,6 +14,7 @@ from rlx.config.parse import parse
 from rlx.learner.state import init_state, make_optimizer
 from rlx.models.lora import merge
 from rlx.prompt_checks import check_prompts
+from rlx.types import RowShape
 from tests import tiny_model, tiny_tokenizer
 from tests.learner import batches
 from tests.records import make_task
@@ -210,9 +211,11 @@ def test_the_packing_holds_every_sample(config):
     """63 samples at worst have a row each; four rows are a micro-batch."""
     c = config(learner__row_targets=64)
     packing = assemble.packing_config(c, 63, head=4)
-    assert dataclasses.astuple(packing) == (256, 64, 4, 16, 4, True, None, False, ())
+    assert dataclasses.astuple(packing) == (256, 64, 4, 16, 4, True, None, False, (), None)
     assert assemble.packing_config(config(), 64, head=0).row_targets == 256
     assert not assemble.packing_config(config(learner__prefix_sharing=False), 64, head=0).share_prefixes
+    shaped = config(learner__row_samples=2, learner__row_prefix=96, learner__row_tokens=416)
+    assert assemble.packing_config(shaped, 64, head=0).row_shape == RowShape(96, 2)
 
 
 def test_the_batch_goes_to_the_device_as_it_is():

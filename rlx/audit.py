@@ -117,7 +117,7 @@ def _on_device(params: Any) -> Any:
 
 def texts_of(file: Path | None, directory: Path, longest: int) -> list[np.ndarray]:
     """Token ids of the file's lines, or of a few built-in ones."""
-    lines = TEXTS if file is None else [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = TEXTS if file is None else [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     file_of_ids = _model_of(directory) / "tokenizer.json"
     if not file_of_ids.is_file():
         raise ValueError(f"{file_of_ids} does not exist: texts are encoded with it; put the model's there")

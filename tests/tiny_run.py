@@ -97,7 +97,8 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # A line ends with a newline only: a random model writes other characters that str.splitlines takes for an end.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def samples(run: Path) -> list[dict[str, Any]]:

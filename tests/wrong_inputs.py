@@ -37,7 +37,7 @@ def answer_held_out_questions_with(answer: str) -> None:
     _, held_out = build_tasks(tiny_run.config(Path("recipe.py")).tasks)
     questions = {task.question for task in held_out}
     path = Path("tasks.jsonl")
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = tiny_run.records(path)
     tiny_run.write_jsonl(path, [r | {"answer": answer} if r["question"] in questions else r for r in records])
 
 

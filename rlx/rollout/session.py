@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -56,11 +57,15 @@ class Tokenizer(Protocol):
 class TaskEnvironment:
     """One question, one response, one grade."""
 
-    def __init__(self, task: Task, graders: Graders, tokenizer: Tokenizer):
+    def __init__(
+        self, task: Task, graders: Graders, tokenizer: Tokenizer, asked: Callable[[str], np.ndarray] | None = None
+    ):
+        """asked: the prompt of a question; None = as the tokenizer makes it."""
         self._task, self._graders, self._tokenizer = task, graders, tokenizer
+        self._asked = asked or tokenizer.encode_prompt
 
     async def reset(self) -> np.ndarray:
-        return self._tokenizer.encode_prompt(self._task.question)
+        return self._asked(self._task.question)
 
     async def step(self, response: np.ndarray) -> np.ndarray | None:
         return None
@@ -73,9 +78,22 @@ class TaskEnvironment:
         return None
 
 
+def asked_once(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    """The prompt of a question, read-only: made once for the samples of a group, which all ask for it."""
+
+    @functools.lru_cache(maxsize=64)  # tasks in flight at once, about
+    def asked(question: str) -> np.ndarray:
+        prompt = tokenizer.encode_prompt(question)
+        prompt.setflags(write=False)
+        return prompt
+
+    return asked
+
+
 def questions(graders: Graders, tokenizer: Tokenizer) -> Callable[[Task], Environment]:
     """Environments of sessions of one turn."""
-    return lambda task: TaskEnvironment(task, graders, tokenizer)
+    asked = asked_once(tokenizer)
+    return lambda task: TaskEnvironment(task, graders, tokenizer, asked)
 
 
 class EnvironmentFailed(RuntimeError):

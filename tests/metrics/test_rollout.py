@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlx.metrics.rollout import grading_outcomes, grading_scalars, rollout_scalars
+from rlx.metrics.rollout import grading_outcomes, grading_scalars, repetition, rollout_scalars
 from rlx.types import Group, StopReason
 from tests.records import make_group, make_sample, make_task
 
@@ -18,6 +18,13 @@ def groups():
         ),
     )
     return [mixed, make_group([0, 0], group=1, prompt=5, written=1), make_group([1, 1], group=2, source="words")]
+
+
+@pytest.mark.parametrize(
+    "written, share", [([], 0), ([1, 2, 3], 0), ([1, 2, 3, 4], 0), ([7] * 6, 2 / 3), ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5)]
+)
+def test_repetition_is_the_share_of_4_grams_that_came_before(written, share):
+    assert repetition(np.array(written, np.int32)) == pytest.approx(share)
 
 
 def test_rewards(groups):

@@ -9,7 +9,7 @@ import pytest
 from rlx.envs.grading import Grade, Outcome
 from rlx.rollout import virtual
 from rlx.rollout.limits import abandon, bounded
-from rlx.rollout.session import EnvironmentFailed, Guarded, TaskEnvironment, play
+from rlx.rollout.session import EnvironmentFailed, Guarded, TaskEnvironment, play, questions
 from rlx.rollout.transcript import Transcript, Verdict
 from rlx.types import StopReason, Task
 from tests.rollout.scripted import Conversation, Graders, Tokenizer
@@ -33,6 +33,22 @@ def test_a_question_is_one_turn():
     stop, transcript, prompts = talk(TaskEnvironment(TASK, Graders(), Tokenizer()))
     assert (stop, len(transcript.turns), transcript.length) == (StopReason.STOP, 1, 9)
     np.testing.assert_array_equal(prompts[0], [ord(c) for c in "abcde"])
+
+
+def test_samples_of_a_group_have_one_prompt_that_none_of_them_can_change():
+    encoded = []
+
+    class Counts(Tokenizer):
+        def encode_prompt(self, question):
+            encoded.append(question)
+            return super().encode_prompt(question)
+
+    environments = questions(Graders(), Counts())
+    first, second = (virtual.run(environments(TASK).reset()) for _ in range(2))
+    assert encoded == ["abcde"]
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0
+    np.testing.assert_array_equal(second, [ord(c) for c in "abcde"])
 
 
 def test_the_policy_sees_every_turn_before():

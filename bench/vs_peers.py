@@ -8,7 +8,9 @@ advantages and an Adam update of every parameter, no KL (bench/peers/work.py). E
 environment of its own that does a step when it is told to, so that only one computes at a time. Generated and trained
 tokens, parameters and dtype must be equal or the run fails. Linux only: it reads /proc.
 
-- tokens/s: generated tokens of a step over the median time of a step, the first steps of a process left out.
+- tokens/s: generated tokens of a step over the median time of a step. Left out are the first steps of a process, and
+  the first of each turn: a side that waited for the others gets back the memory that it had given back to a virtual
+  machine's host, which a run that does not wait never does.
 - first update: from the start of the process to the end of its first update, with imports in the page cache and nothing
   compiled; and once more with a filled compilation cache where the side has one. Medians over `--starts` processes.
 - memory: the highest resident set of a process, worker processes added.
@@ -193,13 +195,15 @@ def warm_up(processes: dict[str, Process], steps: int) -> None:
 
 
 def steady(processes: dict[str, Process], rounds: int, steps: int) -> dict[str, list[list[float]]]:
-    """Seconds of each step by side and round. The side that begins is another one in each round."""
+    """Seconds of each step by side and round, without the first of each turn. The side that begins is another one in
+    each round."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in processes}
     names = list(processes)
     for turn in range(rounds):
         at = turn % len(names)
         for name in names[at:] + names[:at]:
             time.sleep(PAUSE_S)
+            processes[name].step()
             seconds[name].append([processes[name].step() for _ in range(steps)])
             say(f"round {turn + 1}, {name}: {', '.join(f'{s:.2f}' for s in seconds[name][-1])} s a step")
     return seconds

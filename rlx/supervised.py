@@ -83,12 +83,14 @@ def prepare(config: Config, model: assemble.Model, examples: Examples) -> Job:
     """The learner's update with the likelihood as its objective and an optimizer of its own."""
     sft = config.sft
     learner = dataclasses.replace(
-        config.learner.with_parts_anywhere(),
+        config.learner,
         learning_rate=sft.learning_rate,
         updates=sft.steps,
         schedule="constant",
         warmup_updates=0,
         row_targets=0,
+        row_samples=0,  # examples have no prompt in common
+        row_prefix=0,
     )
     config = dataclasses.replace(config, learner=learner, objective=_likelihood(config))
     batch_size = min(sft.batch_size, len(examples.training))

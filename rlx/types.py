@@ -61,6 +61,10 @@ class RowShape(NamedTuple):
         """Room of one sample."""
         return (row_tokens - self.prefix) // self.samples
 
+    def keys(self, row_tokens: int) -> int:
+        """That attention has of a row: each part, the beginning's too, has the beginning's and its own."""
+        return (self.samples + 1) * (self.prefix + self.own_tokens(row_tokens))
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:

@@ -111,9 +111,9 @@ def check(config: Config, *, simulated: bool = False) -> None:
         chat_problems,
         _rollout,
         sandbox_problems,
-        _producer,
+        producer_problems,
         engine_problems,
-        _inference,
+        inference_problems,
         length_problems,
         _learner,
         objective_problems,
@@ -274,14 +274,6 @@ def _rollout(config: Config) -> list[str]:
         why = "drops every group of one sample; set it to False or config.rollout.group_size to at least 2"
         return [said("rollout.filter_no_signal", True, why)]
     return []
-
-
-def _producer(config: Config) -> list[str]:
-    return producer_problems(config)
-
-
-def _inference(config: Config) -> list[str]:
-    return inference_problems(config)
 
 
 def _learner(config: Config) -> list[str]:

@@ -178,10 +178,6 @@ class LearnerConfig:
         """Of the parts of a row, None = anywhere."""
         return RowShape(self.row_prefix, self.row_samples) if self.row_samples else None
 
-    def with_parts_anywhere(self) -> LearnerConfig:
-        """For rows of other sequences than a group's samples."""
-        return dataclasses.replace(self, row_samples=0, row_prefix=0)
-
 
 @dataclasses.dataclass(frozen=True)
 class SftConfig:

@@ -78,8 +78,7 @@ class Case:
         shape = self.config.learner.row_shape
         if shape is None:
             return self.tokens
-        own = shape.own_tokens(self.tokens)
-        return (shape.samples + 1) * own * (shape.prefix + own) / self.tokens
+        return shape.own_tokens(self.tokens) * shape.keys(self.tokens) / self.tokens
 
     @property
     def ring(self) -> bool:

@@ -169,9 +169,10 @@ def _heads(case: Case, layer: Layer, accelerator: bool) -> float:
             key_heads, width = mixer.heads / tp, mixer.nope_dim + mixer.rope_dim + mixer.value_dim
         case _:
             return 0.0
-    seen = case.tokens_here if case.ring else case.tokens
     if shape is not None:
-        seen = (shape.samples + 1) * (shape.prefix + shape.own_tokens(case.tokens))
+        seen: float = shape.keys(case.tokens)
+    else:
+        seen = case.tokens_here if case.ring else case.tokens
     return case.rows_here * (case.tokens_here * mixer.heads / tp + seen * key_heads) * width * WIDE
 
 

@@ -78,8 +78,8 @@ class TaskEnvironment:
         return None
 
 
-def asked_once(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """The prompt of a question, read-only: made once for the samples of a group, which all ask for it."""
+def questions(graders: Graders, tokenizer: Tokenizer) -> Callable[[Task], Environment]:
+    """Environments of sessions of one turn. A prompt, read-only, is made once for the samples of a group."""
 
     @functools.lru_cache(maxsize=64)  # tasks in flight at once, about
     def asked(question: str) -> np.ndarray:
@@ -87,12 +87,6 @@ def asked_once(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
         prompt.setflags(write=False)
         return prompt
 
-    return asked
-
-
-def questions(graders: Graders, tokenizer: Tokenizer) -> Callable[[Task], Environment]:
-    """Environments of sessions of one turn."""
-    asked = asked_once(tokenizer)
     return lambda task: TaskEnvironment(task, graders, tokenizer, asked)
 
 

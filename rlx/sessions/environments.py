@@ -26,7 +26,7 @@ from rlx.envs.grading import Grade
 from rlx.envs.python_tool import PYTHON, PythonTool
 from rlx.envs.web.project import WebProject
 from rlx.envs.web.tasks import ENVIRONMENT as WEB_PROJECT
-from rlx.rollout.session import Environment, TaskEnvironment, asked_once
+from rlx.rollout.session import Environment, questions
 from rlx.rollout.tool_session import ToolSession
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
@@ -77,7 +77,7 @@ class Environments:
 
     def __init__(self, config: Config, tokenizer: ChatTokenizer, graders: GraderPool):
         self._config, self._tokenizer, self._graders = config, tokenizer, graders
-        self._asked = asked_once(tokenizer)
+        self._question = questions(graders, tokenizer)
         self._conversations = conversations(config, tokenizer)
         self._sandboxes = Sandboxes(config.sandbox) if self._conversations else None
         self._code_grader = CodeGrader(self._open_sandbox, config.tools.call_seconds)
@@ -104,7 +104,7 @@ class Environments:
         if self._agents is not None and environment == AGENT:
             return self._agents.session(task)
         if environment not in self._conversations:
-            return TaskEnvironment(task, self._graders, self._tokenizer, self._asked)
+            return self._question(task)
         if self._web is not None and environment == WEB_PROJECT:
             return self._web.session(task)
         tools = self._config.tools

@@ -84,7 +84,7 @@ def coarse(config: Config) -> Config:
         config,
         rollout=dataclasses.replace(rollout, max_new_tokens=fewer(rollout.max_new_tokens)),
         engine=dataclasses.replace(config.engine, context=fewer(config.engine.context)),
-        learner=dataclasses.replace(config.learner.with_parts_anywhere(), row_tokens=fewer(config.learner.row_tokens)),
+        learner=dataclasses.replace(config.learner, row_tokens=fewer(config.learner.row_tokens)),
         producer=dataclasses.replace(
             producer,
             session_token_limit=fewer(producer.session_token_limit),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -207,22 +208,25 @@ class Tracked:
             self.pending -= 1
 
 
-async def _until[T](look: Callable[[], Awaitable[T]], good: Callable[[T], bool], site: Tracked) -> T:
-    """What is seen when it is good, or after LOOKS at a page whose requests are answered."""
-    left = LOOKS
-    while not good(seen := await look()) and left:
-        left -= site.pending == 0
+async def _until[T](
+    look: Callable[[], Awaitable[T]],
+    good: Callable[[T], bool],
+    site: Tracked,
+    quiet: int = LOOKS,
+    most: float = math.inf,
+) -> T:
+    """What is seen when it is good, or after `quiet` looks at a page whose requests are answered, or `most` at all."""
+    while not good(seen := await look()) and quiet > 0 and most > 0:
+        quiet, most = quiet - (site.pending == 0), most - 1
         await asyncio.sleep(LOOK_S)
     return seen
 
 
 async def _settle(page: Page, site: Tracked, looks: int = LOOKS) -> None:
     """Waits for what the page has begun: left or asked about sooner, it might have sent nothing yet."""
-    quiet, most = looks, PATIENCE * looks
-    while page.url.startswith(ORIGIN) and quiet and most:
-        await page.locator(":root").count()  # an answer of the page itself, which is as slow as the machine
-        quiet, most = quiet - (site.pending == 0), most - 1
-        await asyncio.sleep(LOOK_S)
+    if page.url.startswith(ORIGIN):
+        # A look is an answer of the page itself, which is as slow as the machine.
+        await _until(page.locator(":root").count, lambda _: False, site, looks, PATIENCE * looks)
 
 
 async def _serve(site: Tracked, route: Route) -> None:

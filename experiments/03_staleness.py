@@ -71,6 +71,7 @@ def sequence_loss(config, logits, states, tokens, advantage, sampler):
         mask=jnp.ones(T, bool),
         tokens=tokens,
         sequences=jnp.ones(T, jnp.int32),
+        lengths=jnp.full(T, T),
         advantages=jnp.full(T, advantage),
         sampler_logprobs=sampler,
         ages=jnp.zeros(T, jnp.int32),

@@ -66,6 +66,7 @@ def batch_of(sampler, sequences, advantage, weights, k):
         mask=jnp.ones(tokens.shape, bool),
         tokens=tokens,
         sequences=jnp.repeat(jnp.arange(1, len(sequences) + 1), T),
+        lengths=jnp.full(tokens.shape, T),
         advantages=jnp.repeat(advantage, T),
         sampler_logprobs=jnp.take_along_axis(q, tokens[:, None], 1)[:, 0],
         ages=jnp.zeros(tokens.shape, jnp.int32),

@@ -54,14 +54,23 @@ def usage() -> str:
 def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("", "-h", "--help", "help"):
-        print(usage())
-        return 0 if name else 2
+        return say_usage(0 if name else 2)
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; the nearest is {close[0]!r}" if close else ""
         print(f"rlx: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     return run(name, sys.argv[2:])
+
+
+def say_usage(status: int) -> int:
+    try:
+        print(usage(), flush=True)
+    except BrokenPipeError:
+        if reader_left():
+            return SIGPIPE_STATUS
+        raise
+    return status
 
 
 def watches(arguments: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The start of the `rlx` command: a process whose large blocks of memory are in huge pages, then `rlx.cli`.
+"""The start of the `rlx` command: settings of the process, its large blocks of memory in huge pages, then `rlx.cli`.
 
 XLA on a CPU asks for the memory of a program's intermediate results at each run and gives it back after it, and glibc
 asks the kernel for blocks of that size each time, which zeroes them page by page (docs/measurements.md). glibc reads
@@ -8,6 +8,7 @@ program of its own calls `rlx.cli.main`, which starts nothing again.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ TUNABLES, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 OLDEST_GLIBC = (2, 35)  # that knows it
 # Of the second start. An argument of Python, since a variable may be lost on the way and there must be no third.
 MARK = "rlx_huge_pages"
+INTERRUPTED_STATUS = 128 + 2  # what a shell says of a program that Ctrl-C ended
+COLLECTED_AFTER = 20_000  # containers that were made and are still there; 700 by default
 COMPUTING = ("train", "sft", "evaluate", "edge", "cuts", "chat", "serve", "signal")
 _KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -23,9 +26,23 @@ _KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def main() -> int:
     if sys.argv[1:2] and sys.argv[1] in COMPUTING:
         with_huge_pages()
-    from rlx import cli  # after the second start, so once
+    prepare()
+    try:
+        from rlx import cli  # after the second start, so once
 
-    return cli.main()
+        return cli.main()
+    except KeyboardInterrupt:  # while modules are imported, say; programs that have something to end do it themselves
+        if os.environ.get("RLX_TRACEBACK"):
+            raise
+        return INTERRUPTED_STATUS
+
+
+def prepare() -> None:
+    """What makes the start of a command shorter, a sixth of it (docs/measurements.md): modules and traced programs are
+    hundreds of thousands of objects that stay, which Python's collector would look through again and again, and threads
+    of numpy's BLAS would wait busily for work that does not come."""
+    gc.set_threshold(COLLECTED_AFTER)
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # 2^4 cycles, the least
 
 
 def with_huge_pages() -> None:

@@ -17,6 +17,7 @@ def every_token(policy: Array, reference: Array, signal: Array, head: Array) -> 
         mask=jnp.ones(size, bool),
         tokens=jnp.tile(jnp.arange(vocabulary), states),
         sequences=jnp.ones(size, int),
+        lengths=jnp.full(size, size),
         advantages=jnp.ones(size),
         sampler_logprobs=policy.ravel(),
         ages=jnp.zeros(size, int),

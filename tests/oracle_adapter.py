@@ -131,6 +131,7 @@ def _targets(config: ObjectiveConfig, inputs: Inputs, mask: jax.Array, vocabular
         mask=mask.ravel(),
         tokens=_ints(inputs["tokens"], mask).ravel(),
         sequences=sequences,
+        lengths=jnp.repeat(mask.sum(1), mask.shape[1]),
         advantages=flat("advantages"),
         sampler_logprobs=next((x for x in (sampler, old) if x is not None), nothing),
         ages=jnp.zeros(mask.size, jnp.int32),

@@ -103,6 +103,15 @@ def test_a_reader_that_leaves_is_no_error(size):
     assert (done.returncode, done.stderr) == (cli.SIGPIPE_STATUS, b"")
 
 
+def test_a_reader_of_the_help_that_leaves_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "rlx.launch", "--help"]
+    done = subprocess.run(words, cwd=tiny_run.ROOT, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.SIGPIPE_STATUS, b"")
+
+
 def test_the_command_is_installed():
     scripts = (tiny_run.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'rlx = "rlx.launch:main"' in scripts

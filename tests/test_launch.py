@@ -1,5 +1,6 @@
 """The `rlx` command begins again with huge pages where the kernel gives them to those who ask."""
 
+import gc
 import json
 import os
 import subprocess
@@ -101,3 +102,32 @@ def test_the_command_keeps_its_exit_status(words, status, said):
     ran = subprocess.run([sys.executable, "-m", "rlx.launch", *words], capture_output=True, text=True, check=False)
     assert ran.returncode == status
     assert said in ran.stderr
+
+
+def test_what_is_set_for_a_command(monkeypatch):
+    before = gc.get_threshold()
+    monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
+    try:
+        launch.prepare()
+        assert gc.get_threshold() == (launch.COLLECTED_AFTER, *before[1:])
+    finally:
+        gc.set_threshold(*before)
+    assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "4"
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "26")
+    launch.prepare()
+    gc.set_threshold(*before)
+    assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "26"
+
+
+def test_ctrl_c_outside_a_program_ends_quietly(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlx.cli.main", interrupted)
+    monkeypatch.setattr(launch, "prepare", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["rlx", "show"])
+    assert launch.main() == 130
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("RLX_TRACEBACK", "1")
+    with pytest.raises(KeyboardInterrupt):
+        launch.main()

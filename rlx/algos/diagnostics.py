@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 from rlx.algos.centering import Head
 from rlx.algos.importance import outside
 from rlx.algos.kl import kl
-from rlx.algos.masked import sum_by_id
 from rlx.algos.metrics import AGE_BINS, LENGTH_BINS, RATIO_BAND, Moments, binned_moments, pair, weight_moments
 from rlx.algos.policy_gradient import PolicyLoss, Surrogate
 
@@ -62,14 +61,16 @@ def bound_pairs(rule: Surrogate, policy: PolicyLoss, keep: Bool[Array, "tokens"]
 
 
 def weight_sums(
-    mask: Bool[Array, "tokens"], ratios: Float[Array, "tokens"], ages: Int[Array, "tokens"], ids: Int[Array, "tokens"]
+    mask: Bool[Array, "tokens"],
+    ratios: Float[Array, "tokens"],
+    ages: Int[Array, "tokens"],
+    lengths: Int[Array, "tokens"],
 ) -> dict[str, Moments]:
     """Moments of the behaviour weights p/q: overall, by age and by length of the sequence."""
-    lengths = sum_by_id(mask, jnp.ones_like(ratios), ids)
     return {
         "offpolicy/ess": weight_moments(mask, ratios),
         "offpolicy/ess_age": binned_moments(mask, ratios, ages, AGE_BINS),
-        "offpolicy/ess_length": binned_moments(mask, ratios, lengths.astype(jnp.int32), LENGTH_BINS),
+        "offpolicy/ess_length": binned_moments(mask, ratios, lengths, LENGTH_BINS),
     }
 
 

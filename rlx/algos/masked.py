@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+_FEW = 1024  # ids that are compared with each other sooner than a sort of them compiles on a CPU
+
 
 def fill(mask: Bool[Array, "tokens"], x: Shaped[Array, "tokens ..."], value: float = 0) -> Shaped[Array, "tokens ..."]:
     """x where `mask`, `value` elsewhere; trailing axes of x follow their token."""
@@ -33,6 +35,8 @@ def dense_ids(mask: Bool[Array, "tokens"], ids: Int[Array, "tokens"]) -> Int[Arr
     What a slice knows of its sequences are ids of the whole batch; sums over them need no more than `tokens` bins.
     """
     ids = jnp.where(mask, ids, jnp.iinfo(ids.dtype).min)
+    if ids.size <= _FEW:
+        return jnp.argmax(ids[:, None] == ids, axis=1)  # where the first of them is
     _, inverse = jnp.unique(ids, return_inverse=True, size=ids.shape[0])
     return inverse.reshape(ids.shape)
 

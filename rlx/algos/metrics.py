@@ -88,14 +88,11 @@ def binned_moments(
     mask: Bool[Array, "tokens"], weights: Float[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]
 ) -> Moments:
     """Moments of the weights over the tokens of each bin of x."""
-    member = _membership(mask, x, edges)
-    first, second = (jnp.sum(jnp.where(member, w[:, None], 0), 0) for w in (weights, weights**2))
-    return Moments(first, second, jnp.sum(member, 0, dtype=jnp.int32))
-
-
-def count_bins(mask: Bool[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]) -> Int[Array, "bins"]:
-    """How many unmasked x are in each bin: a histogram."""
-    return jnp.sum(_membership(mask, x, edges), 0, dtype=jnp.int32)
+    weights = jnp.where(mask, weights, 0)
+    member = _membership(mask, x, edges).astype(weights.dtype)
+    powers = jnp.stack([weights, weights**2, jnp.ones_like(weights)])
+    first, second, count = jnp.matmul(powers, member, precision="highest")  # counts up to 2^24 are exact
+    return Moments(first, second, count.astype(jnp.int32))
 
 
 def sample_ages(token_versions: Int[Array, "*shape"], trained_at: int | Int[Array, ""]) -> Int[Array, "*shape"]:
@@ -106,5 +103,7 @@ def sample_ages(token_versions: Int[Array, "*shape"], trained_at: int | Int[Arra
 def _membership(
     mask: Bool[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]
 ) -> Bool[Array, "tokens bins"]:
-    index = jnp.sum(x[:, None] >= jnp.asarray(edges[1:]), -1)
-    return mask[:, None] & (index[:, None] == jnp.arange(len(edges)))
+    """What lies below the first edge is in the first bin."""
+    least, most = jnp.iinfo(x.dtype).min, jnp.iinfo(x.dtype).max
+    low, high = (jnp.asarray(bounds, x.dtype) for bounds in ((least, *edges[1:]), (*edges[1:], most)))
+    return mask[:, None] & (low <= x[:, None]) & (x[:, None] < high)

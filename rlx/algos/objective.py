@@ -21,7 +21,7 @@ from rlx.algos.aggregation import aggregate
 from rlx.algos.importance import log_ratio
 from rlx.algos.kl import kl
 from rlx.algos.masked import dense_ids, fill
-from rlx.algos.metrics import AGE_BINS, Metrics, count_bins, pair
+from rlx.algos.metrics import Metrics, pair
 from rlx.algos.policy_gradient import PolicyLoss, Surrogate, bounded, policy_loss, sequence_keep, surrogate
 from rlx.config.objective import ObjectiveConfig
 
@@ -37,6 +37,7 @@ class Targets:
     mask: Array  # bool [n]: trained
     tokens: Array  # int32 [n]
     sequences: Array  # int32 [n]: equal within a sequence; no sequence is in two slices
+    lengths: Array  # int32 [n]: trained tokens of the sequence
     advantages: Array  # float32 [n]
     sampler_logprobs: Array  # float32 [n]: log q
     ages: Array  # int32 [n]: updates between writing and training
@@ -87,7 +88,7 @@ def objective(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> t
         if config.kl_placement == "loss":
             per_token += config.kl_coefficient * divergence
     pairs |= diagnostics.bound_pairs(rule, policy, keep, mask)
-    return aggregate(targets.weights, per_token), _metrics(stats, targets, jnp.exp(ratios), ids, pairs)
+    return aggregate(targets.weights, per_token), _metrics(stats, targets, jnp.exp(ratios), pairs)
 
 
 def _clean(stats: TokenStats, targets: Targets) -> tuple[TokenStats, Targets]:
@@ -182,14 +183,15 @@ def _over_candidates(
     return distill.utility_loss(config.distill.form, policy.loss, candidates, utilities, known, in_head)
 
 
-def _metrics(stats: TokenStats, targets: Targets, ratios: Array, ids: Array, pairs: diagnostics.Pairs) -> Metrics:
+def _metrics(stats: TokenStats, targets: Targets, ratios: Array, pairs: diagnostics.Pairs) -> Metrics:
     mask, ages, logprobs = targets.mask, targets.ages, stop_gradient(stats.logprob)
     gap = jnp.where(mask, jnp.abs(logprobs - targets.sampler_logprobs), 0)
+    moments = diagnostics.weight_sums(mask, ratios, ages, targets.lengths)
     return Metrics(
         means=pairs
         | diagnostics.policy_pairs(mask, stats.entropy, logprobs)
         | diagnostics.offpolicy_pairs(mask, logprobs, targets.sampler_logprobs, ratios, ages),
         maxima={"offpolicy/logprob_gap_max": gap.max(), "offpolicy/age_max": jnp.where(mask, ages, 0).max()},
-        moments=diagnostics.weight_sums(mask, ratios, ages, ids),
-        counts={"offpolicy/age": count_bins(mask, ages, AGE_BINS)},
+        moments=moments,
+        counts={"offpolicy/age": moments["offpolicy/ess_age"].count},
     )

@@ -103,6 +103,7 @@ def slice_targets(config: StepConfig, batch: MicroBatch) -> Targets:
         advantages=batch.advantages.ravel(),
         tokens=batch.target_tokens.ravel(),
         sequences=batch.sequences.ravel(),
+        lengths=batch.lengths.ravel(),
         sampler_logprobs=batch.sampler_logprobs.ravel(),
         ages=batch.ages.ravel(),
         head_ids=heads(batch.head_ids),

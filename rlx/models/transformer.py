@@ -341,8 +341,13 @@ def layer_trees(arch: Architecture, layers: Params) -> tuple[Params, ...]:
     trees: dict[int, Params] = {}
     for slot in slots(arch):
         for i, number in enumerate(slot.numbers):
-            trees[number] = jax.tree.map(lambda x, i=i: x[i], layers[slot.name])
+            trees[number] = _layer_at(layers[slot.name], np.int32(i))
     return tuple(trees[number] for number in range(arch.num_layers))
+
+
+@jax.jit  # one program for the layers of a slot, however many they are
+def _layer_at(stacked: Params, at: Int[Array, ""]) -> Params:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), stacked)
 
 
 def head_matrix(params: Params) -> Float[Array, "vocab d"]:

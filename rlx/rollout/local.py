@@ -30,8 +30,7 @@ from rlx.rollout.pending import Pending, Written
 from rlx.types import StopReason
 
 _NARROWEST = 16  # slots that are worth a program of their own
-# One program each: piece by piece they compile for half a second.
-_unstack = jax.jit(sampler.unstack_layers, static_argnums=0)
+# One program: piece by piece they compile for a third of a second.
 empty_slots = jax.jit(sampler.init_slots, static_argnums=(0, 1, 2, 3))
 _LOOK_AHEAD = 512  # samples of the queue among which prompts are looked for that fill a prefill
 
@@ -269,7 +268,7 @@ class LocalEngine:
 
 def served(arch: Architecture, params: Params) -> Params:
     """Parameters as engines hold them: a tree a layer. Those of another engine stay as they are, and are shared."""
-    return params if isinstance(params["layers"], tuple) else _unstack(arch, params)
+    return params if isinstance(params["layers"], tuple) else sampler.unstack_layers(arch, params)
 
 
 def sampler_config(config: EngineConfig, head_size: int, record_routes: bool) -> SamplerConfig:

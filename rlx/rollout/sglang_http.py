@@ -10,12 +10,14 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from rlx.rollout.engine import EngineError
+
+if TYPE_CHECKING:
+    import aiohttp
 
 OVERLOADED = (429, 503)
 UNAUTHORIZED = (401, 403)
@@ -131,6 +133,8 @@ class SglangHttp:
     def _open(self) -> aiohttp.ClientSession:
         if self._closed:
             raise EngineError(f"{self.server.url}: nothing is asked of it any more", reason="closed")
+        import aiohttp  # here: a tenth of a second that runs without servers do not wait for
+
         if self._session is None or self._session.closed:
             # How many run at once is the caller's business: a limit here would be a queue that nobody sees.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
@@ -138,6 +142,8 @@ class SglangHttp:
         return self._session
 
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, admin: bool) -> bytes:
+        import aiohttp
+
         url = self.server.url.rstrip("/") + path
         if timeout_s <= 0:  # woken late from the wait before it; aiohttp would take it for no limit at all
             raise EngineError(f"{url}: its time was up before it was sent", reason="timeout")

@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 
 from rlx.config.sandbox import SandboxConfig, SandboxLimits
 from rlx.sandbox.base import Execution, Provider, Sandbox
-from rlx.sandbox.daytona import DaytonaSandboxes
 from rlx.sandbox.local import LocalSandboxes
 
 
@@ -133,4 +132,8 @@ class _Pooled:
 
 
 def provider_of(config: SandboxConfig) -> Provider:
-    return DaytonaSandboxes(config) if config.kind == "daytona" else LocalSandboxes(config)
+    if config.kind != "daytona":
+        return LocalSandboxes(config)
+    from rlx.sandbox.daytona import DaytonaSandboxes  # here: its HTTP client takes a tenth of a second
+
+    return DaytonaSandboxes(config)

@@ -15,15 +15,14 @@ from rlx.rollout.session import Environment
 from rlx.rollout.transcript import Transcript, Verdict
 from rlx.types import Task
 
-ENVIRONMENT = "agent"
-
 
 class AgentSessions:
-    """An asynchronous context manager around the endpoint. What an agent prints is graded as a response would be."""
+    """Of the sources that name an agent. An asynchronous context manager around the endpoint. What an agent prints is
+    graded as a response would be."""
 
     def __init__(self, config: Config, tokenizer: ChatTokenizer, graders: GraderPool):
         sources = config.tasks.sources.items()
-        self._agents = {name: command_agent(s.agent) for name, s in sources if s.environment == ENVIRONMENT}
+        self._agents = {name: command_agent(source.agent) for name, source in sources if source.agent}
         self._graders, self._form = graders, ChatFormat(tokenizer)
         self._endpoint = Endpoint("policy", Sampling.RUN)
 

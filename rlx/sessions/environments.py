@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -30,11 +30,13 @@ from rlx.rollout.session import Environment, questions
 from rlx.rollout.tool_session import ToolSession
 from rlx.sandbox.base import Sandbox
 from rlx.sandbox.pool import Sandboxes
-from rlx.sessions.agents import ENVIRONMENT as AGENT
-from rlx.sessions.agents import AgentSessions
 from rlx.sessions.web import Cuts, WebSessions
 from rlx.types import Task
 
+if TYPE_CHECKING:
+    from rlx.sessions.agents import AgentSessions
+
+AGENT = "agent"  # the environment of sessions that a program of somebody else's leads
 TOOLS = {
     "python_tool": (PYTHON,),
     "code": CodeEnv.tools,
@@ -85,7 +87,11 @@ class Environments:
         if self._sandboxes is not None and WEB_PROJECT in self._conversations:
             self._web = WebSessions(config, self._sandboxes, self._conversations[WEB_PROJECT])
         used = {source.environment for source in config.tasks.sources.values()}
-        self._agents = AgentSessions(config, tokenizer, graders) if AGENT in used else None
+        self._agents: AgentSessions | None = None
+        if AGENT in used:
+            from rlx.sessions.agents import AgentSessions  # here: its HTTP server takes a tenth of a second
+
+            self._agents = AgentSessions(config, tokenizer, graders)
         self._opened = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Environments:

@@ -126,10 +126,12 @@ def draw_batch(config: ObjectiveConfig, seed: int) -> Batch:
     own = {name: model[np.arange(size), tokens] for name, model in models.items()}
     heads = {name: jnp.take_along_axis(model, head, -1) for name, model in models.items()}
     sequences = np.repeat(np.arange(1, len(LENGTHS) + 1), LENGTHS)
+    mask = (rng.random(size) < 0.7) | (sequences == 1)
     targets = Targets(
-        mask=jnp.asarray((rng.random(size) < 0.7) | (sequences == 1)),
+        mask=jnp.asarray(mask),
         tokens=jnp.asarray(tokens, jnp.int32),
         sequences=jnp.asarray(sequences, jnp.int32),
+        lengths=jnp.asarray(np.bincount(sequences, mask)[sequences], jnp.int32),
         advantages=jnp.asarray(rng.normal(size=len(LENGTHS) + 1)[sequences]),
         sampler_logprobs=own["sampler"],
         ages=jnp.asarray(rng.integers(0, 9, size), jnp.int32),

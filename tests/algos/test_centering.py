@@ -40,6 +40,7 @@ def targets_of(sampler, advantages, k):
         mask=jnp.ones(VOCABULARY, bool),
         tokens=jnp.arange(VOCABULARY, dtype=jnp.int32),
         sequences=jnp.arange(1, VOCABULARY + 1),
+        lengths=jnp.ones(VOCABULARY, int),
         advantages=advantages,
         sampler_logprobs=sampler,
         ages=jnp.zeros(VOCABULARY, jnp.int32),

@@ -10,6 +10,7 @@ import pytest
 from rlx.algos.metrics import Metrics, bin_labels
 from rlx.algos.objective import objective
 from rlx.metrics.names import check_names
+from rlx.types import AGE_BINS, LENGTH_BINS
 from tests.algos.contract import WIDTH, draw_batch
 from tests.oracle_adapter import base_objective, dense_stats
 
@@ -49,6 +50,24 @@ def test_metrics_are_what_they_are_called():
     for name, value in expected.items():
         np.testing.assert_allclose(values[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
     np.testing.assert_array_equal(metrics.counts["offpolicy/age"], np.histogram(ages, [0, 1, 2, 3, 4, 8, 16, 99])[0])
+
+
+def test_effective_sample_sizes_are_of_bins_of_ages_and_of_lengths():
+    rng = np.random.default_rng(0)
+    ages, lengths = rng.integers(-1, 40, WIDTH), rng.integers(1, 30_000, WIDTH)
+    ages[:3] = 0, 3, 4  # edges are of the bin that they begin
+    lengths[:3] = 63, 64, 4096
+    (_, metrics), targets, batch = run(base_objective(), ages=jnp.asarray(ages), lengths=jnp.asarray(lengths))
+    mask = np.asarray(targets.mask)
+    ratio = np.exp(dense_stats(batch.logits, targets).logprob - targets.sampler_logprobs)
+    values = metrics.values()
+    for name, x, edges in (("age", ages, AGE_BINS), ("length", lengths, LENGTH_BINS)):
+        number = np.searchsorted(edges[1:], x, side="right")  # what is below the first edge is in the first bin
+        for i, label in enumerate(bin_labels(edges)):
+            weights = ratio[mask & (number == i)]
+            value = values.get(f"offpolicy/ess_{name}_{label}", np.nan)  # left out where it would be of nothing
+            expected = weights.sum() ** 2 / (weights.size * (weights**2).sum()) if weights.size else np.nan
+            np.testing.assert_allclose(value, expected, rtol=1e-5, err_msg=f"{name} {label}")
 
 
 @pytest.mark.parametrize(

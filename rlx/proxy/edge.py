@@ -145,16 +145,21 @@ def fit_prior(tally: Tally) -> tuple[float, float]:
     The geometric mean of both parameters over a grid, weighed by likelihood and a wide normal prior of their
     logarithms, which keeps it finite where all tasks were passed or none.
     """
-    states, counts = np.unique(np.stack([tally.passes, tally.attempts]), axis=1, return_counts=True)
-    passes, attempts = (row[:, None, None] for row in states)
     grid = np.arange(math.log(PRIOR_BOUNDS[0]), math.log(PRIOR_BOUNDS[1]), PRIOR_GRID)
     log_a, log_b = np.meshgrid(grid, grid, indexing="ij")
-    a, b = np.exp(log_a), np.exp(log_b)
-    likelihood = scipy.special.betaln(a + passes, b + attempts - passes) - scipy.special.betaln(a, b)
-    score = np.einsum("s,sab->ab", counts, likelihood) - 0.5 * (log_a**2 + log_b**2)
+    each = np.exp(grid)
+    of_passes = _log_rising(each, tally.passes)[:, None] + _log_rising(each, tally.attempts - tally.passes)
+    score = of_passes - _log_rising(np.exp(log_a) + np.exp(log_b), tally.attempts) - 0.5 * (log_a**2 + log_b**2)
     weight = np.exp(score - score.max())
     mean_a, mean_b = (float(np.sum(weight * x) / np.sum(weight)) for x in (log_a, log_b))
     return math.exp(mean_a), math.exp(mean_b)
+
+
+def _log_rising(x: Float[np.ndarray, "*grid"], counts: Int[np.ndarray, "tasks"]) -> Float[np.ndarray, "*grid"]:
+    """Σ log(Γ(x + n) / Γ(x)) over the tasks' counts n; a beta function's ratio is three of them."""
+    values, times = np.unique(counts, return_counts=True)
+    terms = scipy.special.gammaln(x[..., None] + values) - scipy.special.gammaln(x)[..., None]
+    return terms @ times
 
 
 @functools.lru_cache(maxsize=512)

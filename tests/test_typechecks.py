@@ -49,7 +49,7 @@ def test_a_dataclass_with_shapes_on_its_fields_is_rebuilt_too():
 
 def test_functions_without_shapes_are_left_alone_and_ints_pass_for_floats():
     @checked
-    def scale(x: Float[Array, "n"], by: float) -> Float[Array, "n"]:
+    def scale(x: Float[Array, " n"], by: float) -> Float[Array, " n"]:
         return x * by
 
     @checked

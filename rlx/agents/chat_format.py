@@ -30,7 +30,7 @@ class ChatFormat:
         self._knows_tools = self._renders_tools()
         self._thinking = tokenizer.begins_thoughts
 
-    def begin(self, messages: Sequence[Message], tools: Tools) -> Int32[np.ndarray, "prompt"]:
+    def begin(self, messages: Sequence[Message], tools: Tools) -> Int32[np.ndarray, " prompt"]:
         told = list(messages)
         if tools and not self._knows_tools:
             text = describe_schemas(tools)
@@ -39,8 +39,8 @@ class ChatFormat:
         return self._tokenizer.encode(self._render(told, tools if self._knows_tools else ()))
 
     def follow(
-        self, messages: Sequence[Message], response: Int32[np.ndarray, "response"]
-    ) -> Int32[np.ndarray, "observation"]:
+        self, messages: Sequence[Message], response: Int32[np.ndarray, " response"]
+    ) -> Int32[np.ndarray, " observation"]:
         before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARKER}]
         text = self._render([*before, *messages], ())
         after = text.rpartition(MARKER)[2] if MARKER in text else ""
@@ -50,7 +50,7 @@ class ChatFormat:
         ends = len(ids) and ids[0] == self._tokenizer.end_of_turn_id
         return self._tokenizer.after(response, ids[1:] if ends else ids)
 
-    def read(self, response: Int32[np.ndarray, "response"], tools: Tools, turn: int) -> Message:
+    def read(self, response: Int32[np.ndarray, " response"], tools: Tools, turn: int) -> Message:
         text = self._tokenizer.decode(response)
         said = without_thoughts(text, thinking=self._thinking)
         thoughts = text.removesuffix(said)
@@ -63,7 +63,7 @@ class ChatFormat:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": f"{thoughts}{said}".strip(), "tool_calls": calls}
 
-    def ended(self, response: Int32[np.ndarray, "response"]) -> bool:
+    def ended(self, response: Int32[np.ndarray, " response"]) -> bool:
         return bool(len(response)) and int(response[-1]) in self._tokenizer.stop_token_ids
 
     def _renders_tools(self) -> bool:

@@ -19,10 +19,10 @@ from rlx.config.objective import ObjectiveConfig
 
 def advantages(
     config: ObjectiveConfig,
-    rewards: Float[Array, "samples"],
-    groups: Int[Array, "samples"],
-    valid: Bool[Array, "samples"],
-) -> Float[Array, "samples"]:
+    rewards: Float[Array, " samples"],
+    groups: Int[Array, " samples"],
+    valid: Bool[Array, " samples"],
+) -> Float[Array, " samples"]:
     """The advantage of every sample by `config.advantage`; mean and std are those of the sample's group.
 
         group_mean        R - mean                                 Dr. GRPO, arXiv 2503.20783
@@ -57,19 +57,19 @@ def advantages(
 
 
 def group_mean(
-    rewards: Float[Array, "samples"], groups: Int[Array, "samples"], valid: Bool[Array, "samples"]
-) -> Float[Array, "samples"]:
+    rewards: Float[Array, " samples"], groups: Int[Array, " samples"], valid: Bool[Array, " samples"]
+) -> Float[Array, " samples"]:
     """R - mean of its group."""
     return rewards - mean_by_id(valid, rewards, groups)
 
 
 def group_std(
-    rewards: Float[Array, "samples"],
-    groups: Int[Array, "samples"],
-    valid: Bool[Array, "samples"],
+    rewards: Float[Array, " samples"],
+    groups: Int[Array, " samples"],
+    valid: Bool[Array, " samples"],
     ddof: Literal[0, 1],
     eps: float,
-) -> Float[Array, "samples"]:
+) -> Float[Array, " samples"]:
     """(R - mean) / (std + eps) of its group; std is 0 where n <= ddof. One group of all samples: batch whitening."""
     centred = group_mean(rewards, groups, valid)
     count = sum_by_id(valid, jnp.ones_like(rewards), groups)
@@ -78,8 +78,8 @@ def group_std(
 
 
 def leave_one_out(
-    rewards: Float[Array, "samples"], groups: Int[Array, "samples"], valid: Bool[Array, "samples"]
-) -> Float[Array, "samples"]:
+    rewards: Float[Array, " samples"], groups: Int[Array, " samples"], valid: Bool[Array, " samples"]
+) -> Float[Array, " samples"]:
     """R - mean of the others of its group, which is G / (G - 1) of group_mean; alone: 0."""
     count = sum_by_id(valid, jnp.ones_like(rewards), groups)
     others = (sum_by_id(valid, rewards, groups) - rewards) / jnp.maximum(count - 1, 1)
@@ -87,21 +87,21 @@ def leave_one_out(
 
 
 def mean_normalised(
-    rewards: Float[Array, "samples"], groups: Int[Array, "samples"], valid: Bool[Array, "samples"]
-) -> Float[Array, "samples"]:
+    rewards: Float[Array, " samples"], groups: Int[Array, " samples"], valid: Bool[Array, " samples"]
+) -> Float[Array, " samples"]:
     """(R - mean) / mean for rewards that are not negative; 0 where nobody is rewarded."""
     mean = mean_by_id(valid, rewards, groups)
     return jnp.where(mean > 0, (rewards - mean) / jnp.where(mean > 0, mean, 1), 0)
 
 
 def gae(
-    rewards: Float[Array, "tokens"],
-    values: Float[Array, "tokens"],
-    mask: Bool[Array, "tokens"],
-    ids: Int[Array, "tokens"],
+    rewards: Float[Array, " tokens"],
+    values: Float[Array, " tokens"],
+    mask: Bool[Array, " tokens"],
+    ids: Int[Array, " tokens"],
     discount: float,
     gae_lambda: float,
-) -> Float[Array, "tokens"]:
+) -> Float[Array, " tokens"]:
     """Generalised advantage estimation (arXiv 1506.02438, equations 11 and 16), from the last token to the first.
 
     δ_t = r_t + γ V_{t+1} - V_t,  A_t = δ_t + γ λ A_{t+1}, where t + 1 is the next unmasked token of the same id; beyond
@@ -123,12 +123,12 @@ def gae(
 
 def token_advantages(
     config: ObjectiveConfig,
-    rewards: Float[Array, "samples"],
-    groups: Int[Array, "samples"],
-    valid: Bool[Array, "samples"],
-    mask: Bool[Array, "tokens"],
-    samples: Int[Array, "tokens"],
-) -> Float[Array, "tokens"]:
+    rewards: Float[Array, " samples"],
+    groups: Int[Array, " samples"],
+    valid: Bool[Array, " samples"],
+    mask: Bool[Array, " tokens"],
+    samples: Int[Array, " tokens"],
+) -> Float[Array, " tokens"]:
     """The advantage of every token; `samples` is each token's index into `rewards`, a sample's tokens are in order.
 
     Every method but `gae` gives a sample's advantage to each of its tokens. `gae` pays the reward at the sample's last
@@ -161,7 +161,7 @@ class NoSignal(NamedTuple):
 
 
 def no_signal_groups(
-    rewards: Float[Array, "samples"], groups: Int[Array, "samples"], valid: Bool[Array, "samples"]
+    rewards: Float[Array, " samples"], groups: Int[Array, " samples"], valid: Bool[Array, " samples"]
 ) -> NoSignal:
     """How many groups have rewards that are all equal, so that every group-relative advantage is 0."""
     index = dense_ids(valid, groups)

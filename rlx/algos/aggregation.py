@@ -14,8 +14,8 @@ from rlx.config.objective import ObjectiveConfig
 
 
 def aggregation_weights(
-    config: ObjectiveConfig, mask: Bool[Array, "tokens"], sequences: Int[Array, "tokens"], num_sequences: int
-) -> Float[Array, "tokens"]:
+    config: ObjectiveConfig, mask: Bool[Array, " tokens"], sequences: Int[Array, " tokens"], num_sequences: int
+) -> Float[Array, " tokens"]:
     """Weight of each token of the whole optimizer batch in the loss; 0 at masked tokens.
 
     N trained tokens, S sequences with at least one, n_s trained tokens of sequence s, L `config.constant_length`:
@@ -63,6 +63,6 @@ def weights_of_slice(
     return jnp.where(mask, 1 / denominator, 0)
 
 
-def aggregate(weights: Float[Array, "tokens"], per_token: Float[Array, "tokens"]) -> Float[Array, ""]:
+def aggregate(weights: Float[Array, " tokens"], per_token: Float[Array, " tokens"]) -> Float[Array, ""]:
     """Σ weight · x over the tokens that have a weight: this slice's share of the whole batch's number."""
     return jnp.sum(jnp.where(weights > 0, weights * per_token, 0))

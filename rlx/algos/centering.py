@@ -25,11 +25,11 @@ class Head(NamedTuple):
     """What centering needs of one position's candidates; no field carries a gradient."""
 
     coefficients: Float[Array, "tokens K"]  # q_v f(r_v) - α p_v: minus these, log p_v is pushed by
-    sampler_mass: Float[Array, "tokens"]  # Q = Σ_H q
-    trainer_mass: Float[Array, "tokens"]  # P = Σ_H p
-    tail_ratio: Float[Array, "tokens"]  # ρ: q_v = ρ p_v beyond the head
-    truncated: Float[Array, "tokens"]  # mass of the head's q whose weight f a bound cut
-    kl: Float[Array, "tokens"]  # KL(q ‖ p) of the head and the tail's total
+    sampler_mass: Float[Array, " tokens"]  # Q = Σ_H q
+    trainer_mass: Float[Array, " tokens"]  # P = Σ_H p
+    tail_ratio: Float[Array, " tokens"]  # ρ: q_v = ρ p_v beyond the head
+    truncated: Float[Array, " tokens"]  # mass of the head's q whose weight f a bound cut
+    kl: Float[Array, " tokens"]  # KL(q ‖ p) of the head and the tail's total
 
 
 def center(
@@ -68,8 +68,8 @@ def center(
 
 
 def centering_loss(
-    head: Head, candidates: Float[Array, "tokens K"], advantages: Float[Array, "tokens"]
-) -> Float[Array, "tokens"]:
+    head: Head, candidates: Float[Array, "tokens K"], advantages: Float[Array, " tokens"]
+) -> Float[Array, " tokens"]:
     """A · Σ_H sg(q_v f(r_v) - α p_v) · log p_v: what the centred loss adds to -A · sg(f(r_y)) · log p_y."""
     return advantages * jnp.sum(head.coefficients * candidates, -1)
 
@@ -78,10 +78,10 @@ def norms(
     head: Head,
     candidates: Float[Array, "tokens K"],
     candidate_ids: Int[Array, "tokens K"],
-    weights: Float[Array, "tokens"],
-    logprobs: Float[Array, "tokens"],
-    tokens: Int[Array, "tokens"],
-) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
+    weights: Float[Array, " tokens"],
+    logprobs: Float[Array, " tokens"],
+    tokens: Int[Array, " tokens"],
+) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """(L1 norm of the drift that is subtracted, of the centred score that stays), in the space of the logits.
 
     A coefficient c_v on log p_v is the logit gradient c - (Σ c) p. With S the coefficients' sum, m = c - S p is the

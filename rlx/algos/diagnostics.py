@@ -16,7 +16,7 @@ Pairs = dict[str, tuple[Array, Array]]
 
 
 def policy_pairs(
-    mask: Bool[Array, "tokens"], entropy: Float[Array, "tokens"], logprobs: Float[Array, "tokens"]
+    mask: Bool[Array, " tokens"], entropy: Float[Array, " tokens"], logprobs: Float[Array, " tokens"]
 ) -> Pairs:
     """The policy on its own."""
     return {
@@ -26,11 +26,11 @@ def policy_pairs(
 
 
 def offpolicy_pairs(
-    mask: Bool[Array, "tokens"],
-    logprobs: Float[Array, "tokens"],
-    sampler: Float[Array, "tokens"],
-    ratios: Float[Array, "tokens"],
-    ages: Int[Array, "tokens"],
+    mask: Bool[Array, " tokens"],
+    logprobs: Float[Array, " tokens"],
+    sampler: Float[Array, " tokens"],
+    ratios: Float[Array, " tokens"],
+    ages: Int[Array, " tokens"],
 ) -> Pairs:
     """Sampler against trainer; d = log q - log p.
 
@@ -49,7 +49,9 @@ def offpolicy_pairs(
     }
 
 
-def bound_pairs(rule: Surrogate, policy: PolicyLoss, keep: Bool[Array, "tokens"], mask: Bool[Array, "tokens"]) -> Pairs:
+def bound_pairs(
+    rule: Surrogate, policy: PolicyLoss, keep: Bool[Array, " tokens"], mask: Bool[Array, " tokens"]
+) -> Pairs:
     """How often a bound acted, by what it did: a weight cut at its cap, a token removed, a gradient clipped away."""
     score, drops = rule.form == "score", rule.beyond == "drop"
     never = jnp.zeros_like(policy.bounded)
@@ -61,10 +63,10 @@ def bound_pairs(rule: Surrogate, policy: PolicyLoss, keep: Bool[Array, "tokens"]
 
 
 def weight_sums(
-    mask: Bool[Array, "tokens"],
-    ratios: Float[Array, "tokens"],
-    ages: Int[Array, "tokens"],
-    lengths: Int[Array, "tokens"],
+    mask: Bool[Array, " tokens"],
+    ratios: Float[Array, " tokens"],
+    ages: Int[Array, " tokens"],
+    lengths: Int[Array, " tokens"],
 ) -> dict[str, Moments]:
     """Moments of the behaviour weights p/q: overall, by age and by length of the sequence."""
     return {
@@ -75,11 +77,11 @@ def weight_sums(
 
 
 def centering_pairs(
-    mask: Bool[Array, "tokens"],
+    mask: Bool[Array, " tokens"],
     head: Head,
-    drift: Float[Array, "tokens"],
-    covariance: Float[Array, "tokens"],
-    advantages: Float[Array, "tokens"],
+    drift: Float[Array, " tokens"],
+    covariance: Float[Array, " tokens"],
+    advantages: Float[Array, " tokens"],
 ) -> Pairs:
     """What was subtracted and what is left; the norms are those of `centering.norms`, times |A|."""
     size = jnp.abs(advantages)

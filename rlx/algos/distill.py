@@ -34,12 +34,12 @@ def utility(
 
 def utility_loss(
     form: Literal["off", "sampled", "top_k", "full"],
-    sampled: Float[Array, "tokens"],
+    sampled: Float[Array, " tokens"],
     candidates: Float[Array, "tokens K"],
     utilities: Float[Array, "tokens K"],
     known: Bool[Array, "tokens K"],
-    in_head: Bool[Array, "tokens"],
-) -> Float[Array, "tokens"]:
+    in_head: Bool[Array, " tokens"],
+) -> Float[Array, " tokens"]:
     """The loss whose expected gradient is that of -Σ_a π(a) u(a), summed over more or fewer tokens.
 
     sampled   -sg(u_y) log π_y                                      Proxy OPD, arXiv 2607.11505
@@ -63,8 +63,8 @@ def utility_loss(
 
 
 def calibrated_lam(
-    config: DistillConfig, entropy: Float[Array, "tokens"], overlap: Float[Array, "tokens"]
-) -> Float[Array, "tokens"]:
+    config: DistillConfig, entropy: Float[Array, " tokens"], overlap: Float[Array, " tokens"]
+) -> Float[Array, " tokens"]:
     """λ / max(x, floor): the less a token is to move, the larger.
 
     constant   x = 1                                                 arXiv 2607.11505
@@ -83,10 +83,10 @@ def calibrated_lam(
 
 def kept(
     config: DistillConfig,
-    advantages: Float[Array, "tokens"],
-    teacher: Float[Array, "tokens"],
-    logprobs: Float[Array, "tokens"],
-) -> Bool[Array, "tokens"]:
+    advantages: Float[Array, " tokens"],
+    teacher: Float[Array, " tokens"],
+    logprobs: Float[Array, " tokens"],
+) -> Bool[Array, " tokens"]:
     """Tokens that a filter on rewards keeps; `teacher` is log φ⁺ of the token.
 
     all        every token                                        OPD, arXiv 2306.13649
@@ -102,7 +102,7 @@ def kept(
             return jnp.sign(teacher - stop_gradient(logprobs)) * jnp.sign(advantages) >= 0
 
 
-def combine_signals(config: DistillConfig, signals: Float[Array, "signals *shape"]) -> Float[Array, "*shape"]:
+def combine_signals(config: DistillConfig, signals: Float[Array, " signals *shape"]) -> Float[Array, "*shape"]:
     """Several signals as one.
 
         weights   Σ_i w_i Δ_i                                          an option of this project
@@ -123,6 +123,6 @@ def combine_signals(config: DistillConfig, signals: Float[Array, "signals *shape
     return jnp.where(votes * total > 0, total, 0)
 
 
-def top_k_overlap(a: Int[Array, "tokens K"], b: Int[Array, "tokens K"]) -> Float[Array, "tokens"]:
+def top_k_overlap(a: Int[Array, "tokens K"], b: Int[Array, "tokens K"]) -> Float[Array, " tokens"]:
     """|A ∩ B| / K of two lists of K distinct ids."""
     return (a[:, :, None] == b[:, None, :]).any(-1).mean(-1)

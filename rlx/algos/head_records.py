@@ -12,8 +12,8 @@ AGREEMENT_TOLERANCE = 1e-3  # nats between the two log-probs of a sampled token 
 def head_problems(
     ids: Int[np.ndarray, "tokens K"],
     logprobs: Float[np.ndarray, "tokens K"],
-    tokens: Int[np.ndarray, "tokens"],
-    token_logprobs: Float[np.ndarray, "tokens"],
+    tokens: Int[np.ndarray, " tokens"],
+    token_logprobs: Float[np.ndarray, " tokens"],
 ) -> list[str]:
     """What is wrong with the heads of one sample's written tokens, a line for each kind with its first place.
 

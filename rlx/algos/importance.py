@@ -21,8 +21,8 @@ def log_ratio(numerator: Float[Array, "*shape"], denominator: Float[Array, "*sha
 
 
 def at_level(
-    level: Level, log_ratios: Float[Array, "tokens"], mask: Bool[Array, "tokens"], ids: Int[Array, "tokens"]
-) -> Float[Array, "tokens"]:
+    level: Level, log_ratios: Float[Array, " tokens"], mask: Bool[Array, " tokens"], ids: Int[Array, " tokens"]
+) -> Float[Array, " tokens"]:
     """The log-ratio at a level: a token's own, or one of its sequence's, given to each of its tokens.
 
     token       log r_t             PPO, arXiv 1707.06347

@@ -11,8 +11,8 @@ from rlx.config.objective import Estimator, ObjectiveConfig
 
 
 def kl(
-    estimator: Estimator, logprobs: Float[Array, "tokens"], reference: Float[Array, "tokens"]
-) -> Float[Array, "tokens"]:
+    estimator: Estimator, logprobs: Float[Array, " tokens"], reference: Float[Array, " tokens"]
+) -> Float[Array, " tokens"]:
     """Per-token estimate of KL(π ‖ reference) from tokens drawn from π; d = log π - log reference.
 
     k1   d                  Schulman 2020, unbiased, of either sign
@@ -31,12 +31,12 @@ def kl(
 
 def penalised_rewards(
     config: ObjectiveConfig,
-    rewards: Float[Array, "samples"],
-    logprobs: Float[Array, "tokens"],
-    reference: Float[Array, "tokens"],
-    mask: Bool[Array, "tokens"],
-    samples: Int[Array, "tokens"],
-) -> Float[Array, "samples"]:
+    rewards: Float[Array, " samples"],
+    logprobs: Float[Array, " tokens"],
+    reference: Float[Array, " tokens"],
+    mask: Bool[Array, " tokens"],
+    samples: Int[Array, " tokens"],
+) -> Float[Array, " samples"]:
     """R - β Σ_t KL_t over the sample's trained tokens: the KL in the reward (arXiv 2203.02155, equation 2).
 
     Args:

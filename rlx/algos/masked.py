@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 _FEW = 1024  # ids that are compared with each other sooner than a sort of them compiles on a CPU
 
 
-def fill(mask: Bool[Array, "tokens"], x: Shaped[Array, "tokens ..."], value: float = 0) -> Shaped[Array, "tokens ..."]:
+def fill(mask: Bool[Array, " tokens"], x: Shaped[Array, "tokens ..."], value: float = 0) -> Shaped[Array, "tokens ..."]:
     """x where `mask`, `value` elsewhere; trailing axes of x follow their token."""
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, jnp.asarray(value, x.dtype))
 
@@ -29,7 +29,7 @@ def masked_mean(mask: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Float[Arra
     return masked_sum(mask, x) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def dense_ids(mask: Bool[Array, "tokens"], ids: Int[Array, "tokens"]) -> Int[Array, "tokens"]:
+def dense_ids(mask: Bool[Array, " tokens"], ids: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
     """Ids renumbered to 0 ... tokens - 1, equal where they were equal; masked tokens share one id.
 
     What a slice knows of its sequences are ids of the whole batch; sums over them need no more than `tokens` bins.
@@ -42,15 +42,15 @@ def dense_ids(mask: Bool[Array, "tokens"], ids: Int[Array, "tokens"]) -> Int[Arr
 
 
 def sum_by_id(
-    mask: Bool[Array, "tokens"], x: Float[Array, "tokens"], ids: Int[Array, "tokens"]
-) -> Float[Array, "tokens"]:
+    mask: Bool[Array, " tokens"], x: Float[Array, " tokens"], ids: Int[Array, " tokens"]
+) -> Float[Array, " tokens"]:
     """To every token the sum of x over the unmasked tokens of its id; ids are in [0, tokens)."""
     return jax.ops.segment_sum(jnp.where(mask, x, 0), ids, num_segments=ids.shape[0])[ids]
 
 
 def mean_by_id(
-    mask: Bool[Array, "tokens"], x: Float[Array, "tokens"], ids: Int[Array, "tokens"]
-) -> Float[Array, "tokens"]:
+    mask: Bool[Array, " tokens"], x: Float[Array, " tokens"], ids: Int[Array, " tokens"]
+) -> Float[Array, " tokens"]:
     """To every token the mean of x over the unmasked tokens of its id; ids are in [0, tokens)."""
     count = sum_by_id(mask, jnp.ones_like(x), ids)
     return sum_by_id(mask, x, ids) / jnp.maximum(count, 1)

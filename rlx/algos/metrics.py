@@ -74,7 +74,7 @@ _LABELS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def pair(mask: Bool[Array, "tokens"], x: Shaped[Array, "tokens"]) -> tuple[Array, Array]:
+def pair(mask: Bool[Array, " tokens"], x: Shaped[Array, " tokens"]) -> tuple[Array, Array]:
     """(Σ x, n) over the mask."""
     return masked_sum(mask, x), jnp.sum(mask, dtype=jnp.int32)
 
@@ -85,7 +85,7 @@ def weight_moments(mask: Bool[Array, "..."], weights: Float[Array, "..."]) -> Mo
 
 
 def binned_moments(
-    mask: Bool[Array, "tokens"], weights: Float[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]
+    mask: Bool[Array, " tokens"], weights: Float[Array, " tokens"], x: Int[Array, " tokens"], edges: tuple[int, ...]
 ) -> Moments:
     """Moments of the weights over the tokens of each bin of x."""
     weights = jnp.where(mask, weights, 0)
@@ -101,7 +101,7 @@ def sample_ages(token_versions: Int[Array, "*shape"], trained_at: int | Int[Arra
 
 
 def _membership(
-    mask: Bool[Array, "tokens"], x: Int[Array, "tokens"], edges: tuple[int, ...]
+    mask: Bool[Array, " tokens"], x: Int[Array, " tokens"], edges: tuple[int, ...]
 ) -> Bool[Array, "tokens bins"]:
     """What lies below the first edge is in the first bin."""
     least, most = jnp.iinfo(x.dtype).min, jnp.iinfo(x.dtype).max

@@ -27,7 +27,7 @@ from rlx.config.objective import ObjectiveConfig
 
 __all__ = ["Metrics", "Targets", "objective"]
 
-Term = tuple[Float[Array, "tokens"], diagnostics.Pairs]
+Term = tuple[Float[Array, " tokens"], diagnostics.Pairs]
 
 
 @struct.dataclass
@@ -106,7 +106,7 @@ def _required(x: Array | None, name: str, key: str) -> Array:
     return x
 
 
-def _old(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> Float[Array, "tokens"]:
+def _old(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> Float[Array, " tokens"]:
     """Where the ratio of ppo_* starts: the sampler, the scoring pass, or without one this forward itself."""
     if config.use_rollout_logprobs:
         return targets.sampler_logprobs
@@ -114,7 +114,7 @@ def _old(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> Float[
 
 
 def _centering(
-    rule: Surrogate, stats: TokenStats, targets: Targets, policy: PolicyLoss, advantages: Float[Array, "tokens"]
+    rule: Surrogate, stats: TokenStats, targets: Targets, policy: PolicyLoss, advantages: Float[Array, " tokens"]
 ) -> Term:
     """Score centering with the loss's own weight as f."""
     candidates = _required(stats.candidate_logprobs, "candidate log-probs", "objective.centering")
@@ -128,7 +128,7 @@ def _centering(
 
 def _credit(
     config: ObjectiveConfig, stats: TokenStats, targets: Targets
-) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"], diagnostics.Pairs]:
+) -> tuple[Float[Array, " tokens"], Bool[Array, " tokens"], diagnostics.Pairs]:
     """Distillation's advantage sg(u) of the sampled tokens, which of them it trains, and what there is to see."""
     c, mask = config.distill, targets.mask
     signal = _required(targets.signal, "a signal", "objective.distill.form")
@@ -150,13 +150,13 @@ def _credit(
     return jnp.where(known, u, 0), allowed, pairs
 
 
-def _reference(config: ObjectiveConfig, targets: Targets) -> Float[Array, "tokens"]:
+def _reference(config: ObjectiveConfig, targets: Targets) -> Float[Array, " tokens"]:
     if config.distill.signal == "teacher":
         return jnp.zeros_like(targets.sampler_logprobs)
     return _required(targets.reference_logprobs, "reference log-probs", "objective.distill.signal = 'proxy'")
 
 
-def _lam(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> Float[Array, "tokens"]:
+def _lam(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> Float[Array, " tokens"]:
     overlap = jnp.ones_like(stats.entropy)
     if config.distill.calibration == "overlap":
         overlap = _required(targets.overlap, "an overlap", "objective.distill.calibration")
@@ -165,7 +165,7 @@ def _lam(config: ObjectiveConfig, stats: TokenStats, targets: Targets) -> Float[
 
 def _over_candidates(
     config: ObjectiveConfig, stats: TokenStats, targets: Targets, policy: PolicyLoss
-) -> Float[Array, "tokens"]:
+) -> Float[Array, " tokens"]:
     """Distillation summed over candidates: all of the vocabulary, or a head and the sampled token beyond it."""
     key = f"objective.distill.form = {config.distill.form!r}"
     candidates = _required(stats.candidate_logprobs, "candidate log-probs", key)

@@ -96,20 +96,20 @@ def bounded(
 class PolicyLoss(NamedTuple):
     """Per token: the loss, its weight w, where a bound changed w, where the behaviour weight was cut."""
 
-    loss: Float[Array, "tokens"]
-    weight: Float[Array, "tokens"]
-    bounded: Bool[Array, "tokens"]
-    truncated: Bool[Array, "tokens"]
+    loss: Float[Array, " tokens"]
+    weight: Float[Array, " tokens"]
+    bounded: Bool[Array, " tokens"]
+    truncated: Bool[Array, " tokens"]
 
 
 def policy_loss(
     rule: Surrogate,
-    logprobs: Float[Array, "tokens"],
-    sampler: Float[Array, "tokens"],
-    old: Float[Array, "tokens"],
-    advantages: Float[Array, "tokens"],
-    mask: Bool[Array, "tokens"],
-    ids: Int[Array, "tokens"],
+    logprobs: Float[Array, " tokens"],
+    sampler: Float[Array, " tokens"],
+    old: Float[Array, " tokens"],
+    advantages: Float[Array, " tokens"],
+    mask: Bool[Array, " tokens"],
+    ids: Int[Array, " tokens"],
 ) -> PolicyLoss:
     """The loss of every token by `rule`; arguments are finite everywhere, `ids` are dense sequence ids."""
     anchor = sampler if rule.anchor == "sampler" else old
@@ -122,8 +122,8 @@ def policy_loss(
 
 
 def behaviour_weight(
-    rule: Surrogate, old: Float[Array, "tokens"], sampler: Float[Array, "tokens"]
-) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"]]:
+    rule: Surrogate, old: Float[Array, " tokens"], sampler: Float[Array, " tokens"]
+) -> tuple[Float[Array, " tokens"], Bool[Array, " tokens"]]:
     """(sg(min(old / q, C)), where it was cut); 1 where C is infinite."""
     if math.isinf(rule.behaviour_cap):
         return jnp.ones_like(old), jnp.zeros(old.shape, bool)
@@ -132,8 +132,11 @@ def behaviour_weight(
 
 
 def sequence_keep(
-    config: ObjectiveConfig, log_ratios: Float[Array, "tokens"], mask: Bool[Array, "tokens"], ids: Int[Array, "tokens"]
-) -> Bool[Array, "tokens"]:
+    config: ObjectiveConfig,
+    log_ratios: Float[Array, " tokens"],
+    mask: Bool[Array, " tokens"],
+    ids: Int[Array, " tokens"],
+) -> Bool[Array, " tokens"]:
     """Tokens whose sequence's p/q ratio lies within the bounds; all of them where `sequence_mask` is off.
 
     geometric   keep where exp(mean_t log r_t) in [lo, hi]    as MIS, by sequence

@@ -55,7 +55,7 @@ class ChatTokenizer:
         """Ids are below it. A model's embedding may have more rows, as padding."""
         return len(self.tokenizer)
 
-    def encode_prompt(self, question: str) -> Int32[np.ndarray, "prompt"]:
+    def encode_prompt(self, question: str) -> Int32[np.ndarray, " prompt"]:
         """Token ids up to where the response begins."""
         return self.encode(self.render_prompt(question))
 
@@ -69,7 +69,7 @@ class ChatTokenizer:
 
     def encode_example(
         self, question: str, response: str
-    ) -> tuple[Int32[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
+    ) -> tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]:
         """(ids, mask) of a supervised example: the prompt, then the response and its end of turn with mask True.
 
         The response is encoded by itself after the prompt's ids, as it is when a policy generates it.
@@ -78,7 +78,7 @@ class ChatTokenizer:
         ids = np.concatenate([prompt, written, np.array([self.end_of_turn_id], np.int32)])
         return ids, np.arange(ids.size) >= prompt.size
 
-    def decode(self, ids: Int32[np.ndarray, "tokens"]) -> str:
+    def decode(self, ids: Int32[np.ndarray, " tokens"]) -> str:
         """Text for people and graders, without special tokens."""
         text = self.tokenizer.decode(
             np.asarray(ids).tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -92,11 +92,11 @@ class ChatTokenizer:
         system = [{"role": "system", "content": said}] if said else []
         return [*system, {"role": "user", "content": question + self.suffix}]
 
-    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Ids of a text in which special tokens are written out; half a surrogate pair is a "?"."""
         return np.array(self.tokenizer.encode(as_characters(text), add_special_tokens=False), np.int32)
 
-    def written_out(self, ids: Int32[np.ndarray, "tokens"]) -> str:
+    def written_out(self, ids: Int32[np.ndarray, " tokens"]) -> str:
         """Text with special tokens as their names."""
         text = self.tokenizer.decode(
             np.asarray(ids).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -124,8 +124,8 @@ class ChatTokenizer:
         return text
 
     def after(
-        self, response: Int32[np.ndarray, "written"], ids: Int32[np.ndarray, "next"]
-    ) -> Int32[np.ndarray, "appended"]:
+        self, response: Int32[np.ndarray, " written"], ids: Int32[np.ndarray, "next"]
+    ) -> Int32[np.ndarray, " appended"]:
         """What is appended to a response: its end of turn where it lacks it, then `ids`."""
         if len(response) and response[-1] == self.end_of_turn_id:
             return ids

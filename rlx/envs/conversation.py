@@ -36,11 +36,13 @@ class Conversation:
     after: str  # behind it, up to where the next response begins
     thinking: bool  # a response begins in the middle of its thoughts
 
-    def opening(self, question: str) -> Int32[np.ndarray, "prompt"]:
+    def opening(self, question: str) -> Int32[np.ndarray, " prompt"]:
         """Up to where the first response begins."""
         return self.chat.encode(render_opening(self.chat, self.form, self.tools, question))
 
-    def following(self, observations: Sequence[str], response: Int32[np.ndarray, "written"]) -> Int32[np.ndarray, "m"]:
+    def following(
+        self, observations: Sequence[str], response: Int32[np.ndarray, " written"]
+    ) -> Int32[np.ndarray, " m"]:
         """What is appended to a response: its end of turn where it lacks it, what it is told, the next one's opening.
 
         Names of special tokens in an observation stay text: a tool's output cannot end a turn.

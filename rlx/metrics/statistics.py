@@ -59,7 +59,7 @@ def no_signal_probability(pass_rate: float, group_size: int) -> float:
     return float(pass_rate**group_size + (1.0 - pass_rate) ** group_size)
 
 
-def kendall_tau_b(x: Real[np.ndarray, "items"], y: Real[np.ndarray, "items"]) -> float:
+def kendall_tau_b(x: Real[np.ndarray, " items"], y: Real[np.ndarray, " items"]) -> float:
     """Kendall's rank correlation with ties, tau-b. NaN where x or y is constant: no order to agree with.
 
     Raises:
@@ -71,7 +71,7 @@ def kendall_tau_b(x: Real[np.ndarray, "items"], y: Real[np.ndarray, "items"]) ->
     return float(scipy.stats.kendalltau(x, y, variant="b").statistic)
 
 
-def spearman(x: Real[np.ndarray, "items"], y: Real[np.ndarray, "items"]) -> float:
+def spearman(x: Real[np.ndarray, " items"], y: Real[np.ndarray, " items"]) -> float:
     """Spearman's rank correlation, ties averaged. NaN where x or y is constant: no order to agree with.
 
     Raises:

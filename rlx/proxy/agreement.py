@@ -34,14 +34,14 @@ TaskScores = Mapping[str, Float[np.ndarray, "seeds tasks"]]
 class Study:
     """One model's scores: means over seeds of C configurations, and what each pair's difference is known to."""
 
-    means: Float[np.ndarray, "configurations"]
-    difference: Float[np.ndarray, "pairs"]  # of the pair (i, j), i < j, in the order of itertools.combinations: i - j
-    half_width: Float[np.ndarray, "pairs"]  # of its t interval; inf where no configuration has two seeds
-    deviation: Float[np.ndarray, "pairs"]  # of one seed's score, root mean square of the two configurations
-    wins: Float[np.ndarray, "pairs"]  # probability that a seed of i scores above one of j
+    means: Float[np.ndarray, " configurations"]
+    difference: Float[np.ndarray, " pairs"]  # of the pair (i, j), i < j, in the order of itertools.combinations: i - j
+    half_width: Float[np.ndarray, " pairs"]  # of its t interval; inf where no configuration has two seeds
+    deviation: Float[np.ndarray, " pairs"]  # of one seed's score, root mean square of the two configurations
+    wins: Float[np.ndarray, " pairs"]  # probability that a seed of i scores above one of j
 
     @property
-    def decided(self) -> Float[np.ndarray, "pairs"]:
+    def decided(self) -> Float[np.ndarray, " pairs"]:
         """1 or -1 where a pair is decided, by the sign of its difference; 0 where it is not."""
         return np.where(np.abs(self.difference) > self.half_width, np.sign(self.difference), 0.0)
 
@@ -228,7 +228,7 @@ def attempts_to_decide(first: float, second: float, confidence: float) -> int | 
     return max(2, math.ceil(needed)) if needed <= MOST_ATTEMPTS else None
 
 
-def win_probabilities(scores: Sequence[Sequence[float]]) -> Float[np.ndarray, "pairs"]:
+def win_probabilities(scores: Sequence[Sequence[float]]) -> Float[np.ndarray, " pairs"]:
     """Of each pair of configurations the probability that a seed of the first scores above one of the second, ties
     counted half: Mann and Whitney's U / (m n)."""
     table = np.full((len(scores), max(map(len, scores))), np.nan)

@@ -54,15 +54,15 @@ class EdgeOptions:
 class Tally:
     """What is known of the tasks so far."""
 
-    passes: Int[np.ndarray, "tasks"]
-    attempts: Int[np.ndarray, "tasks"]  # with a verdict
-    failed: Int[np.ndarray, "tasks"] | int = 0  # attempts without one: their grading failed
+    passes: Int[np.ndarray, " tasks"]
+    attempts: Int[np.ndarray, " tasks"]  # with a verdict
+    failed: Int[np.ndarray, " tasks"] | int = 0  # attempts without one: their grading failed
 
     def plus(
         self,
-        asked: Int[np.ndarray, "tasks"],
-        passes: Int[np.ndarray, "tasks"],
-        attempts: Int[np.ndarray, "tasks"],
+        asked: Int[np.ndarray, " tasks"],
+        passes: Int[np.ndarray, " tasks"],
+        attempts: Int[np.ndarray, " tasks"],
     ) -> Tally:
         """With a further round, of which `asked` attempts were wanted.
 
@@ -75,7 +75,7 @@ class Tally:
         return tally
 
     @property
-    def given_up(self) -> Bool[np.ndarray, "tasks"]:
+    def given_up(self) -> Bool[np.ndarray, " tasks"]:
         """Tasks that are not attempted again: their grader mostly fails."""
         return np.broadcast_to((self.failed >= GIVE_UP) & (self.failed > self.attempts), self.attempts.shape)
 
@@ -85,7 +85,7 @@ class Verdicts:
     """Every task's classification with what it rests on."""
 
     prior: tuple[float, float]  # of the beta distribution that the tasks' pass rates were taken to come from
-    in_band: Float[np.ndarray, "tasks"]  # posterior probability that the pass rate is in the band
+    in_band: Float[np.ndarray, " tasks"]  # posterior probability that the pass rate is in the band
     expected_error: float  # share of the tasks with a verdict, `MARGIN` included
 
     @property
@@ -105,7 +105,7 @@ def classify(tally: Tally, options: EdgeOptions) -> Verdicts:
     return Verdicts(prior, probability, MARGIN + float(np.mean(wrong)))
 
 
-def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, "tasks"]:
+def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, " tasks"]:
     """How many further attempts each task should get now; all 0 where the error is reached or no attempt may help."""
     given_up = tally.given_up
     first = np.where(given_up, 0, np.maximum(options.first_attempts - tally.attempts, 0))
@@ -124,7 +124,7 @@ def next_attempts(tally: Tally, options: EdgeOptions) -> Int[np.ndarray, "tasks"
 
 
 def rounds(
-    attempt: Callable[[Int[np.ndarray, "tasks"]], tuple[np.ndarray, np.ndarray]], tasks: int, options: EdgeOptions
+    attempt: Callable[[Int[np.ndarray, " tasks"]], tuple[np.ndarray, np.ndarray]], tasks: int, options: EdgeOptions
 ) -> Iterator[Tally]:
     """The tally after each round, until nothing more is asked for.
 
@@ -155,7 +155,7 @@ def fit_prior(tally: Tally) -> tuple[float, float]:
     return math.exp(mean_a), math.exp(mean_b)
 
 
-def _log_rising(x: Float[np.ndarray, "*grid"], counts: Int[np.ndarray, "tasks"]) -> Float[np.ndarray, "*grid"]:
+def _log_rising(x: Float[np.ndarray, "*grid"], counts: Int[np.ndarray, " tasks"]) -> Float[np.ndarray, "*grid"]:
     """Σ log(Γ(x + n) / Γ(x)) over the tasks' counts n; a beta function's ratio is three of them."""
     values, times = np.unique(counts, return_counts=True)
     terms = scipy.special.gammaln(x[..., None] + values) - scipy.special.gammaln(x)[..., None]

@@ -27,7 +27,7 @@ class Implementation(NamedTuple):
 def grouped_matmul(
     x: Float[Array, "rows width"],
     weights: Float[Array, "groups width out"],
-    group_sizes: Integer[Array, "groups"],
+    group_sizes: Integer[Array, " groups"],
     *,
     implementation: str | None = None,
 ) -> Float[Array, "rows out"]:
@@ -59,7 +59,7 @@ def unsupported_reason(
     implementation: str,
     x: Float[Array, "rows width"],
     weights: Float[Array, "groups width out"],
-    group_sizes: Integer[Array, "groups"],
+    group_sizes: Integer[Array, " groups"],
 ) -> str | None:
     """Why `implementation` cannot serve these arguments here, None if it can.
 

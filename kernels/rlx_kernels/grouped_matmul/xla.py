@@ -21,7 +21,7 @@ BLOCKS_PER_GROUP = 2  # of the mean group: half a block a group is wasted on ave
 def grouped_matmul(
     x: Float[Array, "rows width"],
     weights: Float[Array, "groups width out"],
-    group_sizes: Integer[Array, "groups"],
+    group_sizes: Integer[Array, " groups"],
     *,
     block: int | None = None,
 ) -> Float[Array, "rows out"]:
@@ -30,7 +30,7 @@ def grouped_matmul(
     return _grouped(block, *_alike(x, weights, bounded(group_sizes, x.shape[0])))
 
 
-def bounded(group_sizes: Integer[Array, "groups"], rows: int) -> Integer[Array, "groups"]:
+def bounded(group_sizes: Integer[Array, " groups"], rows: int) -> Integer[Array, " groups"]:
     """int32 sizes of at least 0 that add up to at most `rows`: what lies beyond is cut off."""
     most = min(rows, jnp.iinfo(group_sizes.dtype).max)
     ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, most).astype(jnp.int32)), rows)

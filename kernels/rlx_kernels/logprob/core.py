@@ -74,7 +74,7 @@ def token_stats(
     backend: Backend,
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocab width"],
-    targets: Int[Array, "tokens"],
+    targets: Int[Array, " tokens"],
     candidates: Int[Array, "tokens candidates"] | None,
     *,
     temperature: float,

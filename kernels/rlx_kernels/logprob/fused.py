@@ -49,7 +49,7 @@ def token_loss(
     loss_fn: LossFunction,
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocab width"],
-    targets: Int[Array, "tokens"],
+    targets: Int[Array, " tokens"],
     candidates: Int[Array, "tokens candidates"] | None,
     arguments: Any,
     *,

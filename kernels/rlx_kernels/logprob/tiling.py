@@ -46,8 +46,8 @@ def rows(x: Shaped[Array, "rows ..."], start: Int[Array, ""] | int, count: int) 
 
 
 def put_rows(
-    x: Shaped[Array, "rows *rest"], update: Shaped[Array, "count *rest"], start: Int[Array, ""] | int
-) -> Shaped[Array, "rows *rest"]:
+    x: Shaped[Array, " rows *rest"], update: Shaped[Array, " count *rest"], start: Int[Array, ""] | int
+) -> Shaped[Array, " rows *rest"]:
     update = update.astype(x.dtype)
     return update if update.shape == x.shape else lax.dynamic_update_slice_in_dim(x, update, start, 0)
 
@@ -71,7 +71,7 @@ def in_chunks(size: int, tree: Any) -> Any:
     return jax.tree.map(split, tree)
 
 
-def flat(x: Shaped[Array, "chunks size *rest"], tokens: int) -> Shaped[Array, "{tokens} *rest"]:
+def flat(x: Shaped[Array, " chunks size *rest"], tokens: int) -> Shaped[Array, " {tokens} *rest"]:
     """Undoes `in_chunks`."""
     return x.reshape(-1, *x.shape[2:])[:tokens]
 

@@ -32,7 +32,7 @@ def unsupported_reason(
 def token_stats(
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocab width"],
-    targets: Int[Array, "tokens"],
+    targets: Int[Array, " tokens"],
     candidates: Int[Array, "tokens candidates"] | None,
     *,
     temperature: float,

@@ -17,8 +17,7 @@ TUNABLES, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 OLDEST_GLIBC = (2, 35)  # that knows it
 # Of the second start. An argument of Python, since a variable may be lost on the way and there must be no third.
 MARK = "rlx_huge_pages"
-INTERRUPTED_STATUS = 128 + 2  # what a shell says of a program that Ctrl-C ended
-COLLECTED_AFTER = 20_000  # containers that were made and are still there; 700 by default
+COLLECTED_AFTER = 20_000  # containers made less those freed since the last time; 700 in Python 3.12
 COMPUTING = ("train", "sft", "evaluate", "edge", "cuts", "chat", "serve", "signal")
 _KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -32,15 +31,15 @@ def main() -> int:
 
         return cli.main()
     except KeyboardInterrupt:  # while modules are imported, say; programs that have something to end do it themselves
-        if os.environ.get("RLX_TRACEBACK"):
-            raise
-        return INTERRUPTED_STATUS
+        if not os.environ.get("RLX_TRACEBACK"):
+            sys.excepthook = lambda *_: None
+        raise  # so that the process ends by the signal, and with it a loop of the shell around it
 
 
 def prepare() -> None:
-    """What makes the start of a command shorter, a sixth of it (docs/measurements.md): modules and traced programs are
-    hundreds of thousands of objects that stay, which Python's collector would look through again and again, and threads
-    of numpy's BLAS would wait busily for work that does not come."""
+    """What makes the start of a command shorter (docs/measurements.md), and holds as long as the process: modules and
+    traced programs are hundreds of thousands of objects that stay, which Python's collector would look through again
+    and again, and threads of numpy's BLAS would wait busily for work that does not come. Before numpy is imported."""
     gc.set_threshold(COLLECTED_AFTER)
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # 2^4 cycles, the least
 

@@ -27,13 +27,15 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-te
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from rlx.launch import prepare  # noqa: E402
+
+prepare()  # as the command does, before numpy is imported; the suite takes a tenth less time
+
 # After the environment: these may import jax.
 from jaxtyping import install_import_hook  # noqa: E402
 
 import tests.typechecks  # noqa: E402
-from rlx.launch import prepare  # noqa: E402
 
-prepare()  # as the command does; the suite takes a tenth less time
 install_import_hook(tests.typechecks.CHECKED, "tests.typechecks.array_functions")
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -119,15 +120,18 @@ def test_what_is_set_for_a_command(monkeypatch):
     assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "26"
 
 
-def test_ctrl_c_outside_a_program_ends_quietly(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("shown", [False, True])
+def test_ctrl_c_outside_a_program_ends_a_command_by_the_signal(shown):
+    """As a loop of a shell around it expects that is to end, too."""
+    code = "from rlx import cli, launch\ndef interrupted():\n    raise KeyboardInterrupt\n"
+    code += "cli.main = interrupted\nimport sys\nsys.exit(launch.main())"
+    environment = os.environ | {"RLX_TRACEBACK": "1" if shown else ""}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == -signal.SIGINT
+    assert ("Traceback" in ran.stderr) == bool(ran.stderr) == shown
 
-    monkeypatch.setattr("rlx.cli.main", interrupted)
-    monkeypatch.setattr(launch, "prepare", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["rlx", "show"])
-    assert launch.main() == 130
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("RLX_TRACEBACK", "1")
-    with pytest.raises(KeyboardInterrupt):
-        launch.main()
+
+def test_a_run_without_servers_imports_no_http_library():
+    code = "import sys, rlx.train; print(*sorted({'aiohttp', 'transformers', 'grain'} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []

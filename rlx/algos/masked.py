@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-_FEW = 1024  # ids that are compared with each other sooner than a sort of them compiles on a CPU
+_FEW = 1024  # up to so many ids all pairs are compared: that compiles faster than a sort
 
 
 def fill(mask: Bool[Array, " tokens"], x: Shaped[Array, "tokens ..."], value: float = 0) -> Shaped[Array, "tokens ..."]:

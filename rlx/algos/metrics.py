@@ -87,7 +87,7 @@ def weight_moments(mask: Bool[Array, "..."], weights: Float[Array, "..."]) -> Mo
 def binned_moments(
     mask: Bool[Array, " tokens"], weights: Float[Array, " tokens"], x: Int[Array, " tokens"], edges: tuple[int, ...]
 ) -> Moments:
-    """Moments of the weights over the tokens of each bin of x."""
+    """Moments of the weights over the tokens of each bin of x. A weight that is not finite is in those of every bin."""
     weights = jnp.where(mask, weights, 0)
     member = _membership(mask, x, edges).astype(weights.dtype)
     powers = jnp.stack([weights, weights**2, jnp.ones_like(weights)])

@@ -267,7 +267,8 @@ class LocalEngine:
 
 
 def served(arch: Architecture, params: Params) -> Params:
-    """Parameters as engines hold them: a tree a layer. Those of another engine stay as they are, and are shared."""
+    """Parameters as engines hold them: a tree a layer. Those of another engine stay as they are, and are shared; so is
+    what is no layer, embedding and head, with `params`, which must not be donated while an engine serves them."""
     return params if isinstance(params["layers"], tuple) else sampler.unstack_layers(arch, params)
 
 

@@ -17,8 +17,8 @@ from rlx.types import Task
 
 
 class AgentSessions:
-    """Of the sources that name an agent. An asynchronous context manager around the endpoint. What an agent prints is
-    graded as a response would be."""
+    """Sessions of the sources that name an agent. An asynchronous context manager around the endpoint. What an agent
+    prints is graded as a response would be."""
 
     def __init__(self, config: Config, tokenizer: ChatTokenizer, graders: GraderPool):
         sources = config.tasks.sources.items()

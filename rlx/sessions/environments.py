@@ -36,7 +36,7 @@ from rlx.types import Task
 if TYPE_CHECKING:
     from rlx.sessions.agents import AgentSessions
 
-AGENT = "agent"  # the environment of sessions that a program of somebody else's leads
+AGENT = "agent"  # the environment of sessions that an outside program leads
 TOOLS = {
     "python_tool": (PYTHON,),
     "code": CodeEnv.tools,

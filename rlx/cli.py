@@ -6,7 +6,10 @@ import difflib
 import importlib
 import os
 import select
+import signal
 import sys
+import threading
+from types import ModuleType
 
 from absl.flags import FlagValues
 
@@ -66,11 +69,25 @@ def main() -> int:
 def say_usage(status: int) -> int:
     try:
         print(usage(), flush=True)
-    except BrokenPipeError:
-        if reader_left():
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and reader_left():
             return SIGPIPE_STATUS
-        raise
+        print(f"rlx: {error}", file=sys.stderr)
+        return 1
     return status
+
+
+def imported(module: str) -> ModuleType:
+    """Meanwhile Ctrl-C ends the process at once, with nothing to tidy up: a KeyboardInterrupt may come while jax's
+    callback of Python's collector runs, where it is lost."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        return importlib.import_module(module)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return importlib.import_module(module)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def watches(arguments: list[str]) -> bool:
@@ -82,7 +99,7 @@ def run(name: str, arguments: list[str]) -> int:
     """The program `name` with its arguments: its exit status, and 1 or 2 with a message where it raises one."""
     if name in RECIPE_ONLY and not HELP & set(arguments) and not watches(arguments):
         config_or_exit([f"rlx {name}", *arguments], FlagValues(), "")
-    program = importlib.import_module(COMMANDS[name][0])
+    program = imported(COMMANDS[name][0])
     try:
         status = program.main(arguments if name in WITHOUT_RECIPE else [f"rlx {name}", *arguments])
         if sys.stdout is not None:  # closed

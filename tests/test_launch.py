@@ -135,3 +135,15 @@ def test_a_run_without_servers_imports_no_http_library():
     code = "import sys, rlx.train; print(*sorted({'aiohttp', 'transformers', 'grain'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
+
+
+def test_ctrl_c_while_a_program_is_imported_ends_the_command(tmp_path):
+    """Wherever it comes: here where jax's callback of the collector runs, which loses exceptions."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+        "def main(words):\n    return 0\n"
+    )
+    code = "import sys; from rlx import cli; cli.COMMANDS['show'] = ('slow', ''); sys.exit(cli.run('show', []))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")

@@ -35,7 +35,7 @@ def dense_ids(mask: Bool[Array, " tokens"], ids: Int[Array, " tokens"]) -> Int[A
     What a slice knows of its sequences are ids of the whole batch; sums over them need no more than `tokens` bins.
     """
     ids = jnp.where(mask, ids, jnp.iinfo(ids.dtype).min)
-    if ids.size <= _FEW:
+    if 0 < ids.size <= _FEW:
         return jnp.argmax(ids[:, None] == ids, axis=1)  # where the first of them is
     _, inverse = jnp.unique(ids, return_inverse=True, size=ids.shape[0])
     return inverse.reshape(ids.shape)

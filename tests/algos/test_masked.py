@@ -7,6 +7,10 @@ import pytest
 from rlx.algos import masked
 
 
+def test_no_ids_are_no_ids():
+    assert masked.dense_ids(jnp.zeros(0, bool), jnp.zeros(0, int)).shape == (0,)
+
+
 @pytest.mark.parametrize("few", [0, 1024], ids=["sorted", "compared"])
 def test_dense_ids_are_equal_where_ids_were(few, monkeypatch):
     monkeypatch.setattr(masked, "_FEW", few)

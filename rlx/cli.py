@@ -70,10 +70,7 @@ def say_usage(status: int) -> int:
     try:
         print(usage(), flush=True)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and reader_left():
-            return SIGPIPE_STATUS
-        print(f"rlx: {error}", file=sys.stderr)
-        return 1
+        return say_error("rlx", error)
     return status
 
 
@@ -109,13 +106,18 @@ def run(name: str, arguments: list[str]) -> int:
         print("\n".join(f"rlx {name}: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
     except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, BrokenPipeError) and reader_left():
-            return SIGPIPE_STATUS
-        # What a user can mend says so itself; a traceback would bury it. RLX_TRACEBACK=1 shows it all the same.
-        if os.environ.get("RLX_TRACEBACK"):
-            raise
-        print(f"rlx {name}: {error}", file=sys.stderr)
-        return 1
+        return say_error(f"rlx {name}", error)
+
+
+def say_error(command: str, error: Exception) -> int:
+    """The exit status. Called where the error is handled, which RLX_TRACEBACK=1 has raised again."""
+    if isinstance(error, BrokenPipeError) and reader_left():
+        return SIGPIPE_STATUS
+    # What a user can mend says so itself; a traceback would bury it.
+    if os.environ.get("RLX_TRACEBACK"):
+        raise error
+    print(f"{command}: {error}", file=sys.stderr)
+    return 1
 
 
 def reader_left() -> bool:

@@ -89,27 +89,27 @@ def test_a_command_needs_no_stdout():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def without_reader(*words):
+    """(exit status, standard error) of Python with these words, its output in a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=tiny_run.ROOT, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    return done.returncode, done.stderr
+
+
 @pytest.mark.parametrize("size", [10, 200000])
 def test_a_reader_that_leaves_is_no_error(size):
     """As `rlx ... | head` does; the shell's status of a program that SIGPIPE ended."""
     code = "import sys, types; from rlx import cli; m = types.ModuleType('long'); sys.modules['long'] = m"
     code += f"; m.main = lambda words: print('x' * {size}); cli.COMMANDS['show'] = ('long', '')"
     code += "; sys.exit(cli.run('show', []))"
-    reading, writing = os.pipe()
-    os.close(reading)
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, cwd=tiny_run.ROOT, stdout=writing, stderr=subprocess.PIPE, check=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (cli.SIGPIPE_STATUS, b"")
+    assert without_reader("-c", code) == (cli.SIGPIPE_STATUS, b"")
 
 
 def test_a_reader_of_the_help_that_leaves_is_no_error():
-    reading, writing = os.pipe()
-    os.close(reading)
-    words = [sys.executable, "-m", "rlx.launch", "--help"]
-    done = subprocess.run(words, cwd=tiny_run.ROOT, stdout=writing, stderr=subprocess.PIPE, check=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (cli.SIGPIPE_STATUS, b"")
+    assert without_reader("-m", "rlx.launch", "--help") == (cli.SIGPIPE_STATUS, b"")
 
 
 def test_the_command_is_installed():
